@@ -1,0 +1,39 @@
+# demo | test | bench | lint. Each target makes its own .venv and installs all it needs.
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml $(CONSTRAINTS) | cksum | cut -d' ' -f1)
+
+.PHONY: demo test bench lint install servers clean
+
+install: $(STAMP)
+
+$(STAMP):
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) setuptools wheel
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[train,dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+# Real Prometheus, Alertmanager and Chromium for the tests that use them. Without the right to
+# install packages those tests skip and say so; in CI a skip is a failure.
+servers:
+	@sh tests/support/install_servers.sh
+
+demo: install
+	$(BIN)/ntp-sidecar demo $(DEMO_ARGS)
+
+test: install servers lint
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,47 @@
+"""The error tree of the engine.
+
+    NtpError
+    |-- InvalidInput (also ValueError)   the caller gave something that cannot be
+    |   |-- PlanError                    a plan that is not a partition, or does not fit its job
+    |   |-- ModelMismatch                a plan, a model or a world size that do not go together
+    |   `-- StaleEpoch                   a message or proposal made for an older plan
+    `-- JobFault                         the environment failed while the job ran
+        |-- TransferFailed               bytes did not arrive, or arrived changed
+        `-- DivergenceUnresolved         replicas differ and nothing tells which one is right
+
+Every message says what was wrong, with the values, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class NtpError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class InvalidInput(NtpError, ValueError):
+    """The caller's input is wrong; nothing was changed."""
+
+
+class PlanError(InvalidInput):
+    """A plan that is not a partition of its units, or that names ranks twice."""
+
+
+class ModelMismatch(InvalidInput):
+    """Plan, model and world size do not fit together."""
+
+
+class StaleEpoch(InvalidInput):
+    """A message or a proposal belongs to an older plan and is refused."""
+
+
+class JobFault(NtpError):
+    """The environment failed while the job ran."""
+
+
+class TransferFailed(JobFault):
+    """A transfer was not complete or its content changed on the way."""
+
+
+class DivergenceUnresolved(JobFault):
+    """Replicas hold different bits and no evidence tells which one is right."""

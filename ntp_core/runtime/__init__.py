@@ -1,0 +1,1 @@
+"""The only torch code of the engine."""

@@ -1,0 +1,178 @@
+"""Units: the smallest things that move between ranks, and how they lie inside tensors.
+
+A unit owns matching slices of several tensors, so that a rank that holds it can compute with it
+alone: one KV head with its query heads (rows of q, k, v; columns of o), one block of FFN columns
+(rows of gate and up; columns of down), one block of vocab rows. Units of one kind are numbered from
+0 in the whole model's order; any set of them may live on any rank (arXiv 2504.06095, section 4).
+
+This module knows numbers only. It does no I/O and imports no tensor library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ntp_core.errors import ModelMismatch
+
+
+class UnitKind(StrEnum):
+    """What a unit is made of."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+    VOCAB = "vocab"
+    EXPERT = "expert"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One logical tensor and how units cut it.
+
+    Attributes:
+        name: the parameter's name in the whole model.
+        shape: logical shape, 1 or 2 dims.
+        kind: which units cut it, or None for a tensor that every rank holds whole.
+        layer: index of its layer, or -1 outside layers.
+        dim: the dim that is cut.
+        parts: number of equal stacked parts along `dim` (3 for fused QKV, 2 for fused gate-up);
+            a unit owns one block in each part.
+        sharing: number of consecutive units that use the same block (query heads of one KV head).
+            Ranks that hold any of them hold a copy of the block.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: UnitKind | None = None
+    layer: int = -1
+    dim: int = 0
+    parts: int = 1
+    sharing: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of logical elements."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUnits:
+    """All tensors of a model and how many units of each kind it has.
+
+    Attributes:
+        counts: kind -> number of units (per layer, where the kind lives in layers).
+        tensors: every parameter once; a tied weight appears under its first name.
+        dtype_bytes: size of one element of the parameters.
+    """
+
+    counts: dict[UnitKind, int]
+    tensors: tuple[TensorSpec, ...]
+    dtype_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        names = [t.name for t in self.tensors]
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ModelMismatch(f"tensors listed twice: {twice}. List a tied weight once.")
+        for t in self.tensors:
+            self._check(t)
+
+    def _check(self, t: TensorSpec) -> None:
+        if t.kind is None:
+            return
+        if t.kind not in self.counts:
+            raise ModelMismatch(f"tensor '{t.name}' is cut by {t.kind} units, but none are counted")
+        num_units = self.counts[t.kind]
+        if num_units % t.sharing or t.shape[t.dim] % t.parts:
+            raise ModelMismatch(
+                f"tensor '{t.name}': {num_units} {t.kind} units do not divide by sharing "
+                f"{t.sharing}, or dim {t.dim} of size {t.shape[t.dim]} by {t.parts} parts"
+            )
+        block = block_size(t, num_units)
+        blocks = num_units // t.sharing
+        if block * (blocks - 1) >= t.shape[t.dim] // t.parts:
+            raise ModelMismatch(
+                f"tensor '{t.name}': {blocks} blocks of {block} leave the last unit empty: "
+                f"dim {t.dim} has {t.shape[t.dim] // t.parts}; use fewer {t.kind} units"
+            )
+
+    def tensor(self, name: str) -> TensorSpec:
+        """The tensor of that name. Raises ModelMismatch when there is none."""
+        for t in self.tensors:
+            if t.name == name:
+                return t
+        raise ModelMismatch(f"no tensor '{name}' in this model")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "counts": {str(k): n for k, n in self.counts.items()},
+            "dtype_bytes": self.dtype_bytes,
+            "tensors": [
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "kind": None if t.kind is None else str(t.kind),
+                    "layer": t.layer,
+                    "dim": t.dim,
+                    "parts": t.parts,
+                    "sharing": t.sharing,
+                }
+                for t in self.tensors
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelUnits:
+        """Inverse of `to_json`. Raises ModelMismatch on data of another form."""
+        try:
+            tensors = tuple(
+                TensorSpec(
+                    name=str(t["name"]),
+                    shape=tuple(int(s) for s in t["shape"]),
+                    kind=None if t["kind"] is None else UnitKind(t["kind"]),
+                    layer=int(t["layer"]),
+                    dim=int(t["dim"]),
+                    parts=int(t["parts"]),
+                    sharing=int(t["sharing"]),
+                )
+                for t in data["tensors"]
+            )
+            counts = {UnitKind(k): int(n) for k, n in data["counts"].items()}
+            return cls(counts=counts, tensors=tensors, dtype_bytes=int(data["dtype_bytes"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ModelMismatch(f"not a description of a model's units: {error!r}") from error
+
+
+def block_size(t: TensorSpec, num_units: int) -> int:
+    """Rows (or columns) of one block along the cut dim; the last block may be shorter."""
+    blocks = num_units // t.sharing
+    return -(-(t.shape[t.dim] // t.parts) // blocks)
+
+
+def block_slices(t: TensorSpec, num_units: int, block: int) -> tuple[tuple[int, int], ...]:
+    """[start, stop) along the cut dim of block number `block`, one pair for each part.
+
+    >>> qkv = TensorSpec(name="qkv", shape=(24, 8), kind=UnitKind.ATTENTION, parts=3)
+    >>> block_slices(qkv, 4, 1)
+    ((2, 4), (10, 12), (18, 20))
+    """
+    part = t.shape[t.dim] // t.parts
+    size = block_size(t, num_units)
+    start, stop = block * size, min((block + 1) * size, part)
+    return tuple((p * part + start, p * part + stop) for p in range(t.parts))
+
+
+def block_numel(t: TensorSpec, num_units: int, block: int) -> int:
+    """Number of elements in one block, all parts together."""
+    rows = sum(stop - start for start, stop in block_slices(t, num_units, block))
+    return rows * (t.numel // t.shape[t.dim])
+
+
+def blocks_of_units(t: TensorSpec, units: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks that a rank needs for these units, ascending, each once."""
+    return tuple(sorted({u // t.sharing for u in units}))

@@ -1,0 +1,1 @@
+"""Prometheus exposition and OpenTelemetry spans."""

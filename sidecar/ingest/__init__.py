@@ -1,0 +1,1 @@
+"""Drains rings and builds per-rank and per-job state."""

@@ -1,0 +1,1 @@
+"""Durable, signed webhooks."""

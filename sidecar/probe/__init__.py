@@ -1,0 +1,1 @@
+"""What lives in the watched process. Loads no exporter, no web and no HTTP module."""

@@ -1,0 +1,1 @@
+"""Page, JSON API, event stream and health."""

@@ -1,0 +1,1 @@
+"""The contract between a watched process and the sidecar: records and rings."""
