@@ -6,7 +6,7 @@
     |   |-- ModelMismatch                a plan, a model or a world size that do not go together
     |   `-- StaleEpoch                   a message or proposal made for an older plan
     `-- JobFault                         the environment failed while the job ran
-        |-- TransferFailed               bytes did not arrive, or arrived changed
+        |-- RanksDisagree                ranks stand at different steps or plans
         `-- DivergenceUnresolved         replicas differ and nothing tells which one is right
 
 Every message says what was wrong, with the values, and what to do about it.
@@ -39,8 +39,8 @@ class JobFault(NtpError):
     """The environment failed while the job ran."""
 
 
-class TransferFailed(JobFault):
-    """A transfer was not complete or its content changed on the way."""
+class RanksDisagree(JobFault):
+    """Ranks stand at different steps, epochs or plans."""
 
 
 class DivergenceUnresolved(JobFault):

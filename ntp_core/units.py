@@ -176,3 +176,32 @@ def block_numel(t: TensorSpec, num_units: int, block: int) -> int:
 def blocks_of_units(t: TensorSpec, units: tuple[int, ...]) -> tuple[int, ...]:
     """The blocks that a rank needs for these units, ascending, each once."""
     return tuple(sorted({u // t.sharing for u in units}))
+
+
+def local_slices(
+    t: TensorSpec, num_units: int, blocks: tuple[int, ...]
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Where each held block lies in the rank's own tensor: block -> [start, stop) for each part.
+
+    A rank keeps its blocks in ascending order, part after part.
+
+    >>> qkv = TensorSpec(name="qkv", shape=(24, 8), kind=UnitKind.ATTENTION, parts=3)
+    >>> local_slices(qkv, 4, (1, 3))
+    {1: ((0, 2), (4, 6), (8, 10)), 3: ((2, 4), (6, 8), (10, 12))}
+    """
+    sizes = [
+        block_slices(t, num_units, b)[0][1] - block_slices(t, num_units, b)[0][0] for b in blocks
+    ]
+    part = sum(sizes)
+    places: dict[int, tuple[tuple[int, int], ...]] = {}
+    start = 0
+    for block, size in zip(blocks, sizes, strict=True):
+        places[block] = tuple((p * part + start, p * part + start + size) for p in range(t.parts))
+        start += size
+    return places
+
+
+def local_shape(t: TensorSpec, num_units: int, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the rank's own tensor when it holds these blocks."""
+    size = sum(b - a for block in blocks for a, b in block_slices(t, num_units, block))
+    return tuple(size if d == t.dim else s for d, s in enumerate(t.shape))

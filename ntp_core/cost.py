@@ -1,0 +1,62 @@
+"""How much work a plan gives each rank, in floating-point operations per step.
+
+Only ratios matter: the planner divides by measured speeds, the sidecar divides measured times by
+the share of work. A multiply-add counts as 2; backward costs twice the forward, so a weight element
+costs 6 per token. Attention scores add 12 * seq * head_dim per token and query head, halved by the
+causal mask (the usual count, e.g. arXiv 2205.05198, appendix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ntp_core.plan import Plan
+from ntp_core.units import ModelUnits, UnitKind
+
+FLOPS_PER_WEIGHT = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Work of a model per token of the batch.
+
+    Attributes:
+        unit: kind -> flops per token of one unit, all layers together.
+        rank: flops per token that every rank does whatever its share (norms, residuals).
+    """
+
+    unit: Mapping[UnitKind, float]
+    rank: float = 0.0
+
+    def of_rank(self, plan: Plan, global_rank: int) -> float:
+        """Flops per step and per token position of a sequence, for one rank of a plan."""
+        replica, tp_rank = plan.place(global_rank)
+        r = plan.replicas[replica]
+        units = sum(self.unit[k] * layout.shares[tp_rank] for k, layout in r.layouts.items())
+        return r.batch * (self.rank + units)
+
+    def shares(self, plan: Plan) -> dict[int, float]:
+        """Each rank's share of the job's work; the sum is 1."""
+        work = {g: self.of_rank(plan, g) for g in plan.ranks}
+        total = sum(work.values())
+        return {g: w / total for g, w in work.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkShape:
+    """What the weights alone do not tell about a model's work."""
+
+    seq: int
+    extra_per_unit: Mapping[UnitKind, float] = field(default_factory=dict)
+    per_rank: float = 0.0
+
+
+def work_of_model(model: ModelUnits, shape: WorkShape) -> Work:
+    """Work from the number of weight elements each unit owns, plus what the shape adds."""
+    weights = dict.fromkeys(model.counts, 0.0)
+    for t in model.tensors:
+        if t.kind is not None:
+            weights[t.kind] += t.numel / model.counts[t.kind]
+    unit = {k: FLOPS_PER_WEIGHT * w + shape.extra_per_unit.get(k, 0.0) for k, w in weights.items()}
+    return Work(unit=unit, rank=shape.per_rank)

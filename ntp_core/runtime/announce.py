@@ -1,0 +1,21 @@
+"""Tells the observer which plan is in force, with all it needs to read later records."""
+
+from __future__ import annotations
+
+import json
+
+from ntp_core.cost import Work
+from ntp_core.observe import Observer
+from ntp_core.plan import Plan
+from ntp_core.units import ModelUnits
+
+
+def announce_plan(observer: Observer, plan: Plan, model: ModelUnits, work: Work, rank: int) -> None:
+    """One call for a plan in force on this rank."""
+    shares = work.shares(plan)
+    body = {
+        "plan": plan.to_json(),
+        "model": model.to_json(),
+        "work": {"unit": {str(k): v for k, v in work.unit.items()}, "rank": work.rank},
+    }
+    observer.plan(plan.epoch, plan.digest, json.dumps(body, sort_keys=True), shares[rank])

@@ -1,0 +1,155 @@
+"""An allocation change at a step boundary: plan A to plan B in a running job, or back to A.
+
+    quiesce   all ranks stand at the same step with the same plans (digests and epoch compared)
+    regroup   groups of the new plan are created
+    transfer  only missing blocks move; new tensors are built beside the old ones
+    verify    fingerprint of every block and plane before = after, over all replicas
+    resume    the new tensors are adopted; or rollback: they are dropped, plan A stays
+
+The old state is untouched until every rank knows that the new one is right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from ntp_core.errors import RanksDisagree
+from ntp_core.observe import ChangePhase, ChangeStatus
+from ntp_core.plan import Plan
+from ntp_core.proposal import Proposal
+from ntp_core.reshard import elements_lower_bound
+from ntp_core.runtime.comm import Comm
+from ntp_core.runtime.content import (
+    BlockIndex,
+    counted_mask,
+    fingerprint_vector,
+    optimizer_planes,
+)
+from ntp_core.runtime.model import Llama
+from ntp_core.runtime.shards import Placement
+from ntp_core.runtime.sync import groups_of
+from ntp_core.runtime.transfer import Planes, Transferred, transfer
+
+Vectors = npt.NDArray[np.int64]  # [replicas, planes, blocks]
+
+
+class Changer:
+    """Carries out proposals on one rank."""
+
+    def __init__(
+        self, comm: Comm, model: Llama, optimizer: torch.optim.Optimizer, *, seed: int
+    ) -> None:
+        self._comm = comm
+        self._model = model
+        self._optimizer = optimizer
+        self._seed = seed
+        self._index = BlockIndex(model.units)
+        comm.ensure_groups(groups_of(model.shards))
+
+    def apply(self, proposal: Proposal, step: int, adopt: Callable[[Plan], None]) -> bool:
+        """Change to the proposal's plan; False when it was rolled back. Every rank takes part.
+
+        Args:
+            step: last committed step.
+            adopt: called with the new plan once its tensors are in place.
+        """
+        old, new = self._model.shards.plan, proposal.plan
+        observer = self._comm.observer
+        observer.change_begin(new.epoch, proposal.reason, old.digest, new.digest, step)
+        if self._comm.rank == 0:
+            self._tell_prelude(proposal)
+        with self._phase(new.epoch, ChangePhase.QUIESCE):
+            agree(self._comm, [step, old.epoch, *_words(old.digest), *_words(new.digest)])
+        placement = Placement(self._model.units, new, self._comm.rank)
+        with self._phase(new.epoch, ChangePhase.REGROUP):
+            self._comm.ensure_groups(groups_of(placement))
+        planes = optimizer_planes(self._model.shards, self._optimizer)
+        before = self._vectors(self._model.shards, planes)
+        moved = self._transfer(planes, new)
+        with self._phase(new.epoch, ChangePhase.VERIFY):
+            after = self._vectors(placement, moved.planes)
+            total, whole = self._totals(moved)
+        good = whole and bool((before == after).all())
+        with self._phase(new.epoch, ChangePhase.RESUME if good else ChangePhase.ROLLBACK):
+            if good:
+                self._commit(new, moved.planes, adopt)
+        bound = elements_lower_bound(old, new, self._model.units) * len(planes)
+        observer.change_end(
+            new.epoch,
+            ChangeStatus.COMMITTED if good else ChangeStatus.ROLLED_BACK,
+            total,
+            bound * self._model.units.dtype_bytes,
+            int(after.size) if good else 0,
+        )
+        return good
+
+    def _transfer(self, planes: Planes, new: Plan) -> Transferred:
+        begin = time.monotonic_ns()
+        moved = transfer(self._comm, self._model.shards, planes, new)
+        self._comm.observer.change_phase(
+            new.epoch, ChangePhase.TRANSFER, begin, time.monotonic_ns(), moved.bytes_received
+        )
+        return moved
+
+    def _vectors(self, placement: Placement, planes: Planes) -> Vectors:
+        """Every replica's fingerprints, gathered by one sum in which each block has one source."""
+        mine = fingerprint_vector(placement, planes, self._index, seed=self._seed, check=0)
+        mine *= counted_mask(placement, self._index)
+        replica = placement.plan.place(placement.rank)[0]
+        table = np.zeros((len(placement.plan.replicas), *mine.shape), dtype=np.int64)
+        table[replica] = mine
+        self._comm.all_reduce(torch.from_numpy(table), self._comm.world)
+        return table
+
+    def _totals(self, moved: Transferred) -> tuple[int, bool]:
+        words = torch.tensor([moved.bytes_received, int(not moved.complete)], dtype=torch.int64)
+        self._comm.all_reduce(words, self._comm.world)
+        return int(words[0]), int(words[1]) == 0
+
+    def _commit(self, new: Plan, planes: Planes, adopt: Callable[[Plan], None]) -> None:
+        params, first, second = planes
+        self._model.adopt(new, params)
+        for param, m, v in zip(self._model.shards.params, first, second, strict=True):
+            state = self._optimizer.state[param]
+            state["exp_avg"], state["exp_avg_sq"] = m, v
+        adopt(new)
+
+    def _tell_prelude(self, proposal: Proposal) -> None:
+        """Detection and decision happened elsewhere, by the wall clock."""
+        now, offset = time.monotonic_ns(), time.time_ns() - time.monotonic_ns()
+        if proposal.detected_unix_ns and proposal.decided_unix_ns:
+            detected, decided = (
+                min(t - offset, now) for t in (proposal.detected_unix_ns, proposal.decided_unix_ns)
+            )
+            tell, epoch = self._comm.observer.change_phase, proposal.plan.epoch
+            tell(epoch, ChangePhase.DETECT, detected, decided, 0)
+            tell(epoch, ChangePhase.DECIDE, decided, now, 0)
+
+    @contextmanager
+    def _phase(self, epoch: int, phase: ChangePhase) -> Iterator[None]:
+        begin = time.monotonic_ns()
+        yield
+        self._comm.observer.change_phase(epoch, phase, begin, time.monotonic_ns(), 0)
+
+
+def agree(comm: Comm, words: list[int]) -> None:
+    """Raises RanksDisagree on every rank unless all ranks hold the same words."""
+    both = torch.tensor([words, [-w for w in words]], dtype=torch.int64)
+    comm.all_reduce(both, comm.world, dist.ReduceOp.MAX)
+    if not torch.equal(both[0], -both[1]):
+        raise RanksDisagree(
+            f"ranks do not stand at the same step and plan: largest {both[0].tolist()}, "
+            f"smallest {(-both[1]).tolist()}, here {words} (step, epoch, plan digests)"
+        )
+
+
+def _words(digest: str) -> tuple[int, int]:
+    """16 hex digits as two words that survive a change of sign."""
+    return int(digest[:8], 16), int(digest[8:], 16)

@@ -1,0 +1,85 @@
+"""Local launcher: one process per rank, the rendezvous store outside the ranks.
+
+torchrun kills every survivor when one rank dies; this launcher leaves them alone and only reports.
+The ranks find the store through the same variables that torchrun's agent sets, so that a program
+runs unchanged under either.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+STOP_GRACE_S = 5.0
+
+
+class LocalRanks:
+    """Ranks of one job on this machine. Use as a context manager: leaving it ends them all."""
+
+    def __init__(
+        self, command: Sequence[str], num_ranks: int, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._store = TCPStore(
+            "127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False
+        )
+        self.processes = [
+            subprocess.Popen(
+                list(command),
+                env=self._environment(rank, num_ranks, env or {}),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for rank in range(num_ranks)
+        ]
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [p.pid for p in self.processes]
+
+    def poll(self) -> list[int | None]:
+        """Exit codes by rank; None while a rank runs."""
+        return [p.poll() for p in self.processes]
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Exit codes once all have ended. Raises subprocess.TimeoutExpired."""
+        return [p.wait(timeout_s) for p in self.processes]
+
+    def stop(self) -> None:
+        """Continue what is stopped, ask all to end, then kill what is left."""
+        for signals, grace in (((signal.SIGCONT, signal.SIGTERM), STOP_GRACE_S), ((9,), None)):
+            for p in self.processes:
+                for s in signals:
+                    if p.poll() is None:
+                        os.killpg(p.pid, s)
+            for p in self.processes:
+                try:
+                    p.wait(grace)
+                except subprocess.TimeoutExpired:
+                    continue
+
+    def _environment(self, rank: int, num_ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
+        return {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+            **extra,
+        }

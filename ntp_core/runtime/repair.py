@@ -1,0 +1,75 @@
+"""Puts right what a comparison found wrong: the named blocks come back from a healthy holder.
+
+Told to the observer as an allocation change of the same plan under the next epoch, so that it is
+traced, verified and counted like any other.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ntp_core.observe import Blame, ChangePhase, ChangeStatus, Observer, Reason
+from ntp_core.plan import Plan
+from ntp_core.reshard import Move
+from ntp_core.runtime.comm import Comm
+from ntp_core.runtime.compare import Comparison, Difference, ReplicaCheck
+from ntp_core.runtime.shards import Shards
+from ntp_core.runtime.transfer import copy_blocks
+from ntp_core.units import block_numel
+
+
+def repair(
+    comm: Comm, shards: Shards, plan: Plan, found: Comparison, check: ReplicaCheck, step: int
+) -> Plan | None:
+    """Copy right bits over wrong ones and compare again. Every rank takes part.
+
+    Returns:
+        The plan under its next epoch, or None when nothing tells which bits are right: then the
+        job goes on and the observer has been told so.
+    """
+    observer = comm.observer
+    if comm.rank == 0:
+        _tell(observer, plan, found, check, step)
+    todo = [m for d in found.differences if (m := _move(d, shards, check)) is not None]
+    if not todo:
+        return None
+    new = plan.with_epoch(plan.epoch + 1)
+    observer.change_begin(new.epoch, Reason.REPAIR, plan.digest, new.digest, step)
+    params: list[torch.Tensor] = [p.data for p in shards.params]
+    begin = time.monotonic_ns()
+    moved = copy_blocks(comm, shards, [params], todo).bytes_received
+    observer.change_phase(new.epoch, ChangePhase.TRANSFER, begin, time.monotonic_ns(), moved)
+    begin = time.monotonic_ns()
+    left = check.compare().differences
+    total = torch.tensor([moved], dtype=torch.int64)
+    comm.all_reduce(total, comm.world)
+    observer.change_phase(new.epoch, ChangePhase.VERIFY, begin, time.monotonic_ns(), 0)
+    bound = sum(m.numel for m in todo) * shards.model.dtype_bytes
+    status = ChangeStatus.FAILED if left else ChangeStatus.COMMITTED
+    observer.change_end(new.epoch, status, int(total), bound, 0 if left else check.index.total)
+    return new
+
+
+def _tell(
+    observer: Observer, plan: Plan, found: Comparison, check: ReplicaCheck, step: int
+) -> None:
+    for d in found.differences:
+        tensor, block = check.index.tensor_of(d.block_index)
+        replica = -1 if d.rank is None else plan.place(d.rank)[0]
+        rank = -1 if d.rank is None else d.rank
+        observer.divergence(step, d.blame, replica, rank, tensor, block)
+
+
+def _move(d: Difference, shards: Shards, check: ReplicaCheck) -> Move | None:
+    if d.blame is Blame.UNDECIDED or d.rank is None or d.source is None:
+        return None
+    tensor, block = check.index.tensor_of(d.block_index)
+    spec = shards.model.tensors[tensor]
+    numel = (
+        spec.numel
+        if spec.kind is None
+        else block_numel(spec, shards.model.counts[spec.kind], block)
+    )
+    return Move(tensor, block, d.source, d.rank, numel)

@@ -1,0 +1,145 @@
+"""This rank's shards: which blocks of which logical tensor each parameter holds, and where.
+
+Everything that walks over content - initial weights, gradient sync, fingerprints, transfers - goes
+through here, so that one mapping between logical and local positions serves all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ntp_core.errors import ModelMismatch
+from ntp_core.plan import Plan
+from ntp_core.reshard import blocks_held
+from ntp_core.units import ModelUnits, TensorSpec, block_slices, local_shape, local_slices
+
+
+class Shard:
+    """One parameter on this rank.
+
+    Attributes:
+        index: its tensor's index in the model's units.
+        blocks: the blocks it holds, ascending.
+    """
+
+    def __init__(
+        self, index: int, spec: TensorSpec, num_units: int, blocks: tuple[int, ...]
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.num_units = num_units
+        self.blocks = blocks
+        self._places = (
+            {0: ((0, spec.shape[0]),)}
+            if spec.kind is None
+            else local_slices(spec, num_units, blocks)
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor."""
+        if self.spec.kind is None:
+            return self.spec.shape
+        return local_shape(self.spec, self.num_units, self.blocks)
+
+    def views(self, tensor: torch.Tensor, block: int) -> list[torch.Tensor]:
+        """The parts of a held block inside a local tensor of this shard, as views."""
+        dim = self.spec.dim
+        return [tensor.narrow(dim, a, b - a) for a, b in self._places[block]]
+
+    def spans(self, blocks: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Local [start, stop) along the cut dim that cover these blocks, adjacent ones joined."""
+        pairs = sorted(pair for b in blocks for pair in self._places[b])
+        joined: list[tuple[int, int]] = []
+        for start, stop in pairs:
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return joined
+
+    def logical_index(self) -> torch.Tensor:
+        """Logical index along the cut dim of each local row (or column)."""
+        if self.spec.kind is None:
+            return torch.arange(self.spec.shape[self.spec.dim])
+        ends = [block_slices(self.spec, self.num_units, b) for b in self.blocks]
+        parts = [torch.arange(*block[p]) for p in range(self.spec.parts) for block in ends]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+class Placement:
+    """Which blocks a rank holds under a plan, in the order of the model's tensors."""
+
+    def __init__(self, model: ModelUnits, plan: Plan, rank: int) -> None:
+        self.model = model
+        self.plan = plan
+        self.rank = rank
+        self.shards = shards_of(model, plan, rank)
+
+
+class Shards(Placement):
+    """A placement with its parameters: all content of one rank under the plan in force."""
+
+    def __init__(
+        self, model: ModelUnits, plan: Plan, rank: int, params: dict[str, nn.Parameter]
+    ) -> None:
+        super().__init__(model, plan, rank)
+        self.params = [_param(params, t) for t in model.tensors]
+        for shard, param in self:
+            if tuple(param.shape) != shard.shape:
+                raise ModelMismatch(
+                    f"tensor '{shard.spec.name}' on rank {rank} has shape {tuple(param.shape)}, "
+                    f"the plan of epoch {plan.epoch} gives it {shard.shape}"
+                )
+
+    def __iter__(self) -> Iterator[tuple[Shard, nn.Parameter]]:
+        return iter(zip(self.shards, self.params, strict=True))
+
+    def adopt(self, plan: Plan, tensors: list[torch.Tensor]) -> None:
+        """Take new local tensors for a new plan; parameters keep their identity."""
+        self.plan = plan
+        self.shards = shards_of(self.model, plan, self.rank)
+        for shard, param, tensor in zip(self.shards, self.params, tensors, strict=True):
+            assert tuple(tensor.shape) == shard.shape
+            param.grad = None
+            param.data = tensor
+
+
+def shards_of(model: ModelUnits, plan: Plan, rank: int) -> list[Shard]:
+    """The shards of a rank under a plan, in the order of the model's tensors."""
+    return [
+        Shard(i, t, 1 if t.kind is None else model.counts[t.kind], blocks_held(plan, t, rank))
+        for i, t in enumerate(model.tensors)
+    ]
+
+
+def init_shard(shard: Shard, seed: int, std: float) -> torch.Tensor:
+    """Initial values, drawn block by block: the same model at any layout.
+
+    Norm gains (1-dim) start at 1; all else is normal with deviation `std`.
+    """
+    spec = shard.spec
+    tensor = torch.ones(shard.shape)
+    if len(spec.shape) == 1:
+        return tensor
+    for block in shard.blocks:
+        views = shard.views(tensor, block)
+        generator = torch.Generator().manual_seed(_block_seed(seed, spec.name, block))
+        for view in views:
+            view.copy_(torch.empty(view.shape).normal_(0.0, std, generator=generator))
+    return tensor
+
+
+def _block_seed(seed: int, name: str, block: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _param(params: dict[str, nn.Parameter], t: TensorSpec) -> nn.Parameter:
+    if t.name not in params:
+        raise ModelMismatch(f"the model has no parameter '{t.name}', its units name it")
+    return params[t.name]

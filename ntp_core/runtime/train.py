@@ -1,0 +1,158 @@
+"""One rank of a training job as a program: `python -m ntp_core.runtime.train --config job.json`.
+
+Start it under any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or
+`ntp_core.runtime.launch`). Two more variables are honoured:
+
+    NTP_OBSERVER   "module:function" that returns an `ntp_core.observe.Observer`
+    NTP_INBOX      folder in which proposals and the wish to stop are left for the job
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ntp_core.errors import InvalidInput, NtpError
+from ntp_core.observe import NULL_OBSERVER, Observer
+from ntp_core.plan import Layout, Plan, ReplicaPlan
+from ntp_core.planner import RankCost, min_max_shares
+from ntp_core.runtime.comm import Comm
+from ntp_core.runtime.data import ByteText, standard_library_text
+from ntp_core.runtime.faults import Faults
+from ntp_core.runtime.inbox import Inbox
+from ntp_core.runtime.model import LlamaConfig
+from ntp_core.runtime.trainer import TrainConfig, Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """A whole job, the same on every rank.
+
+    Attributes:
+        steps: most steps to train.
+        obey_faults: carry out faults left in the inbox; for tests and the demo only.
+    """
+
+    train: TrainConfig
+    plan: Plan
+    steps: int
+    obey_faults: bool = False
+
+    def to_json(self) -> str:
+        """Text for a config file."""
+        train = {f.name: getattr(self.train, f.name) for f in fields(TrainConfig)}
+        train["model"] = {f.name: getattr(self.train.model, f.name) for f in fields(LlamaConfig)}
+        body = {
+            "train": train,
+            "plan": self.plan.to_json(),
+            "steps": self.steps,
+            "obey_faults": self.obey_faults,
+        }
+        return json.dumps(body, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> JobConfig:
+        """Inverse of `to_json`. Raises InvalidInput naming what is wrong."""
+        try:
+            body: dict[str, Any] = json.loads(text)
+            train = dict(body["train"])
+            train["model"] = LlamaConfig(**train["model"])
+            train["betas"] = tuple(train.get("betas", (0.9, 0.95)))
+            return cls(
+                train=TrainConfig(**train),
+                plan=Plan.from_json(body["plan"]),
+                steps=int(body["steps"]),
+                obey_faults=bool(body.get("obey_faults", False)),
+            )
+        except InvalidInput:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(f"not a job config: {error!r}") from error
+
+
+def even_plan(model: LlamaConfig, degrees: tuple[int, ...], batch: int) -> Plan:
+    """A plan for ranks of equal speed: replica i has `degrees[i]` ranks, batch by degree."""
+    units = model.units()
+    batches = min_max_shares(batch, [RankCost(unit_s=1 / d) for d in degrees], least=1)
+    replicas, first = [], 0
+    for degree, share in zip(degrees, batches, strict=True):
+        layouts = {
+            kind: Layout.contiguous(min_max_shares(n, [RankCost(unit_s=1.0)] * degree))
+            for kind, n in units.counts.items()
+        }
+        ranks = tuple(range(first, first + degree))
+        replicas.append(ReplicaPlan(ranks=ranks, layouts=layouts, batch=share))
+        first += degree
+    return Plan.build(units.counts, replicas)
+
+
+def load_observer(name: str | None) -> Observer:
+    """The observer that NTP_OBSERVER names; the one that hears nothing when it names none.
+
+    Raises:
+        InvalidInput: when the name cannot be imported.
+    """
+    if not name:
+        return NULL_OBSERVER
+    module, _, function = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise InvalidInput(f"NTP_OBSERVER={name!r}: {error}; use module:function") from error
+    observer: Observer = NULL_OBSERVER if made is None else made
+    return observer
+
+
+def run_rank(config: JobConfig, losses: Path | None = None) -> None:
+    """Train as the rank that the environment names, to the end."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if config.plan.ranks != tuple(range(world_size)):
+        raise InvalidInput(
+            f"the plan places ranks {list(config.plan.ranks)}, WORLD_SIZE is {world_size}; "
+            "start as many ranks as the plan places"
+        )
+    torch.set_num_threads(1)
+    text = ByteText(standard_library_text(), config.train.seq, config.train.seed)
+    observer = load_observer(os.environ.get("NTP_OBSERVER"))
+    comm = Comm(0, 1, observer)
+    if world_size > 1:
+        comm = Comm.connect(rank, world_size, observer)
+    folder = os.environ.get("NTP_INBOX")
+    inbox = None if not folder else Path(folder)
+    faults = Faults(rank, observer, folder=inbox if config.obey_faults else None)
+    trainer = Trainer(config.train, config.plan, comm, text, faults, Inbox(inbox, rank))
+    try:
+        kept = [r.loss for r in trainer.train(config.steps)]
+    finally:
+        comm.close()
+    if losses is not None and rank == 0:
+        losses.write_text(json.dumps(kept))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ntp_core.runtime.train", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="job config, JSON")
+    parser.add_argument("--losses", type=Path, help="rank 0 writes its losses here, JSON")
+    args = parser.parse_args(argv)
+    try:
+        run_rank(JobConfig.from_json(args.config.read_text()), args.losses)
+    except (OSError, InvalidInput) as error:
+        sys.stderr.write(f"train: {error}\n")
+        return 2
+    except NtpError as error:
+        sys.stderr.write(f"train: {type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
