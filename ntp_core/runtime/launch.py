@@ -7,9 +7,11 @@ runs unchanged under either.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -83,3 +85,32 @@ class LocalRanks:
             "OMP_NUM_THREADS": "1",
             **extra,
         }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m ntp_core.runtime.launch --ranks N -- CMD`: 0 when every rank ended well."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ntp_core.runtime.launch",
+        description="Start one process per rank and leave survivors alone when one ends.",
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument("command", nargs="+", help="-- then the command of each rank")
+    args = parser.parse_args(argv)
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks}: give at least 1")
+    signal.signal(signal.SIGTERM, _raise_exit)
+    try:
+        with LocalRanks(args.command, args.ranks) as ranks:
+            codes = [p.wait() for p in ranks.processes]
+    except KeyboardInterrupt:
+        return 130
+    worst = [c for c in codes if c != 0]
+    return 0 if not worst else (worst[0] if worst[0] > 0 else 128 - worst[0])
+
+
+def _raise_exit(signum: int, _frame: object) -> None:
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

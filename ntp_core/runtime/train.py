@@ -14,84 +14,18 @@ import importlib
 import json
 import os
 import sys
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ntp_core.errors import InvalidInput, NtpError
+from ntp_core.job import JobConfig
 from ntp_core.observe import NULL_OBSERVER, Observer
-from ntp_core.plan import Layout, Plan, ReplicaPlan
-from ntp_core.planner import RankCost, min_max_shares
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.data import ByteText, standard_library_text
 from ntp_core.runtime.faults import Faults
 from ntp_core.runtime.inbox import Inbox
-from ntp_core.runtime.model import LlamaConfig
-from ntp_core.runtime.trainer import TrainConfig, Trainer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobConfig:
-    """A whole job, the same on every rank.
-
-    Attributes:
-        steps: most steps to train.
-        obey_faults: carry out faults left in the inbox; for tests and the demo only.
-    """
-
-    train: TrainConfig
-    plan: Plan
-    steps: int
-    obey_faults: bool = False
-
-    def to_json(self) -> str:
-        """Text for a config file."""
-        train = {f.name: getattr(self.train, f.name) for f in fields(TrainConfig)}
-        train["model"] = {f.name: getattr(self.train.model, f.name) for f in fields(LlamaConfig)}
-        body = {
-            "train": train,
-            "plan": self.plan.to_json(),
-            "steps": self.steps,
-            "obey_faults": self.obey_faults,
-        }
-        return json.dumps(body, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> JobConfig:
-        """Inverse of `to_json`. Raises InvalidInput naming what is wrong."""
-        try:
-            body: dict[str, Any] = json.loads(text)
-            train = dict(body["train"])
-            train["model"] = LlamaConfig(**train["model"])
-            train["betas"] = tuple(train.get("betas", (0.9, 0.95)))
-            return cls(
-                train=TrainConfig(**train),
-                plan=Plan.from_json(body["plan"]),
-                steps=int(body["steps"]),
-                obey_faults=bool(body.get("obey_faults", False)),
-            )
-        except InvalidInput:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInput(f"not a job config: {error!r}") from error
-
-
-def even_plan(model: LlamaConfig, degrees: tuple[int, ...], batch: int) -> Plan:
-    """A plan for ranks of equal speed: replica i has `degrees[i]` ranks, batch by degree."""
-    units = model.units()
-    batches = min_max_shares(batch, [RankCost(unit_s=1 / d) for d in degrees], least=1)
-    replicas, first = [], 0
-    for degree, share in zip(degrees, batches, strict=True):
-        layouts = {
-            kind: Layout.contiguous(min_max_shares(n, [RankCost(unit_s=1.0)] * degree))
-            for kind, n in units.counts.items()
-        }
-        ranks = tuple(range(first, first + degree))
-        replicas.append(ReplicaPlan(ranks=ranks, layouts=layouts, batch=share))
-        first += degree
-    return Plan.build(units.counts, replicas)
+from ntp_core.runtime.trainer import Trainer
 
 
 def load_observer(name: str | None) -> Observer:

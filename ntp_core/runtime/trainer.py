@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ntp_core.errors import DivergenceUnresolved, PlanError
+from ntp_core.faults import When
+from ntp_core.job import TrainConfig
 from ntp_core.observe import Phase, Value
 from ntp_core.plan import Plan
 from ntp_core.runtime.announce import announce_plan
@@ -23,37 +25,14 @@ from ntp_core.runtime.clip import GradientClip
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.compare import ReplicaCheck
 from ntp_core.runtime.data import ByteText
-from ntp_core.runtime.faults import Faults, When
+from ntp_core.runtime.faults import Faults
 from ntp_core.runtime.inbox import STOP, Inbox
 from ntp_core.runtime.layers import TensorParallelGroup
-from ntp_core.runtime.model import Llama, LlamaConfig
+from ntp_core.runtime.model import Llama
 from ntp_core.runtime.repair import repair
 from ntp_core.runtime.sync import GradientSync
 
 MAX_REDOS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """What to train and how.
-
-    Attributes:
-        seq: tokens per sequence.
-        lr, betas, weight_decay: of AdamW; norm gains are not decayed.
-        clip_norm: largest gradient norm, 0 for no clipping.
-        check_every: steps between comparisons of replicas, 0 for none.
-        warmup: steps over which lr rises from 0.
-    """
-
-    model: LlamaConfig
-    seq: int = 128
-    seed: int = 0
-    lr: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    check_every: int = 10
-    warmup: int = 10
 
 
 @dataclass(slots=True)
@@ -125,7 +104,6 @@ class Trainer:
             if redone > MAX_REDOS:
                 raise DivergenceUnresolved(f"step {step} was repaired {MAX_REDOS} times in vain")
         loss, norm, control = self._commit(step, loss_sum)
-        self.step = step
         self.observer.value(Value.GRAD_NORM, step, norm)
         took = time.monotonic_ns() - begin
         self.observer.step_end(step, took, self._busy_ns, tokens, loss)
@@ -148,6 +126,7 @@ class Trainer:
         self._batch_first = sum(r.batch for r in plan.replicas[:replica])
         self._batch = plan.replicas[replica].batch
         self._speaks = plan.place(self.comm.rank)[1] == 0
+        self._note_bits()
 
     def _gradients(self, step: int) -> tuple[float, int]:
         tokens_BT = self.text.batch(step, self._batch_first, self._batch)
@@ -164,8 +143,7 @@ class Trainer:
         return float(loss.detach()), self._batch * self.config.seq
 
     def _replicas_agree(self, step: int) -> bool:
-        every = self.config.check_every
-        if not every or step % every or len(self.plan.replicas) < 2:
+        if not self._check_due(step):
             return True
         begin = time.monotonic_ns()
         found = self.check.compare()
@@ -198,11 +176,18 @@ class Trainer:
                 group["lr"] = self.config.lr * min(1.0, step / max(1, self.config.warmup))
             self.optimizer.step()
         self.faults.at(step, When.AFTER_OPTIMIZER, self.model.shards)
-        every = self.config.check_every
-        if every and (step + 1) % every == 0 and len(self.plan.replicas) > 1:
-            self.check.remember()
+        self.step = step
+        self._note_bits()
         tokens = self.plan.global_batch * self.config.seq
         return shared.loss_sum / tokens, shared.norm, shared.control
+
+    def _note_bits(self) -> None:
+        if self._check_due(self.step + 1):
+            self.check.remember()
+
+    def _check_due(self, step: int) -> bool:
+        every = self.config.check_every
+        return bool(every) and step % every == 0 and len(self.plan.replicas) > 1
 
     @contextmanager
     def _phase(self, step: int, phase: Phase) -> Iterator[None]:
