@@ -36,11 +36,17 @@ class Work:
         units = sum(self.unit[k] * layout.shares[tp_rank] for k, layout in r.layouts.items())
         return r.batch * (self.rank + units)
 
-    def shares(self, plan: Plan) -> dict[int, float]:
-        """Each rank's share of the job's work; the sum is 1."""
-        work = {g: self.of_rank(plan, g) for g in plan.ranks}
-        total = sum(work.values())
-        return {g: w / total for g, w in work.items()}
+    def expected_shares(
+        self, plan: Plan, speeds: Mapping[int, float] | None = None
+    ) -> dict[int, float]:
+        """Each rank's share of the job's own time per step; the sum is 1.
+
+        Args:
+            speeds: speed of each rank that the plan was made for; None or empty: all equal.
+        """
+        times = {g: self.of_rank(plan, g) / (speeds[g] if speeds else 1.0) for g in plan.ranks}
+        total = sum(times.values())
+        return {g: t / total for g, t in times.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,8 @@ class Observer(Protocol):
 
     def plan(self, epoch: int, digest: str, text: str, work: float) -> None:
         """A plan is in force. `text` is its JSON (`ntp_core.plan.Plan`, with the model's units);
-        `work` is this rank's expected share of the job's work per step, sum 1 over all ranks."""
+        `work` is this rank's expected share of the job's own time per step (its work over the speed
+        the plan was made for; sum 1 over all ranks): with it a rank's time can be judged."""
 
     def fingerprint(self, step: int, replica: int, value: int, num_units: int) -> None:
         """This replica's parameters had fingerprint `value` (signed 64-bit) in `step`."""

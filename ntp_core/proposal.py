@@ -7,7 +7,8 @@ the job's run directory and may be hostile, so every field is checked and its si
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ntp_core.errors import InvalidInput, StaleEpoch
@@ -31,6 +32,8 @@ class Proposal:
         decided_unix_ns: when this proposal was made.
         promised_step_s: predicted step time, 0 when nothing is promised.
         ideal_step_s: step time if work could be cut into any fraction, 0 when not known.
+        speeds: global rank -> speed that the shares are made for, only ratios matter; empty when
+            all are equal. A rank is judged against what was expected of it at this speed.
     """
 
     base_digest: str
@@ -41,6 +44,7 @@ class Proposal:
     decided_unix_ns: int = 0
     promised_step_s: float = 0.0
     ideal_step_s: float = 0.0
+    speeds: Mapping[int, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The file's text."""
@@ -53,6 +57,7 @@ class Proposal:
             "decided_unix_ns": self.decided_unix_ns,
             "promised_step_s": self.promised_step_s,
             "ideal_step_s": self.ideal_step_s,
+            "speeds": {str(g): v for g, v in self.speeds.items()},
         }
         return json.dumps(body, sort_keys=True)
 
@@ -72,10 +77,11 @@ class Proposal:
                 decided_unix_ns=int(body["decided_unix_ns"]),
                 promised_step_s=float(body["promised_step_s"]),
                 ideal_step_s=float(body["ideal_step_s"]),
+                speeds={int(g): float(v) for g, v in body.get("speeds", {}).items()},
             )
         except InvalidInput:
             raise
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidInput(f"not a proposal: {error!r}") from error
 
 
@@ -98,6 +104,14 @@ def check_proposal(proposal: Proposal, present: Plan) -> None:
     if proposal.plan.counts != present.counts:
         raise InvalidInput(
             f"proposal counts units {proposal.plan.counts}, the job {present.counts}"
+        )
+    if proposal.speeds and (
+        set(proposal.speeds) != set(present.ranks)
+        or not all(0 < v < float("inf") for v in proposal.speeds.values())
+    ):
+        raise InvalidInput(
+            f"proposal gives speeds {dict(proposal.speeds)}; it must give one positive speed for "
+            f"each of the ranks {list(present.ranks)}, or none"
         )
     if proposal.plan.global_batch != present.global_batch:
         raise InvalidInput(

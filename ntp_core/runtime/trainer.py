@@ -8,7 +8,7 @@ are computed again, so that nothing built on wrong bits is ever committed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -76,8 +76,9 @@ class Trainer:
         self.optimizer = _adamw(self.model, config)
         self.work = config.model.work(config.seq)
         self.changer = Changer(comm, self.model, self.optimizer, seed=config.seed)
+        self.speeds: Mapping[int, float] = {}
         self._adopt(plan)
-        announce_plan(self.observer, plan, self.model.units, self.work, comm.rank)
+        self._announce()
 
     def train(self, steps: int) -> Iterator[StepResult]:
         """Commit up to `steps` steps, taking proposals between them; ends early when told to."""
@@ -115,7 +116,8 @@ class Trainer:
         if proposal is None:
             return
         if self.changer.apply(proposal, self.step, self._adopt):
-            announce_plan(self.observer, self.plan, self.model.units, self.work, self.comm.rank)
+            self.speeds = proposal.speeds
+            self._announce()
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
@@ -159,7 +161,7 @@ class Trainer:
             return True
         self.plan = repaired
         self.model.shards.plan = repaired
-        announce_plan(self.observer, self.plan, self.model.units, self.work, self.comm.rank)
+        self._announce()
         return False
 
     def _commit(self, step: int, loss_sum: float) -> tuple[float, float, int]:
@@ -180,6 +182,11 @@ class Trainer:
         self._note_bits()
         tokens = self.plan.global_batch * self.config.seq
         return shared.loss_sum / tokens, shared.norm, shared.control
+
+    def _announce(self) -> None:
+        announce_plan(
+            self.observer, self.plan, self.model.units, self.work, self.comm.rank, self.speeds
+        )
 
     def _note_bits(self) -> None:
         if self._check_due(self.step + 1):
