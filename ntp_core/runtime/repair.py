@@ -19,6 +19,9 @@ from ntp_core.runtime.shards import Shards
 from ntp_core.runtime.transfer import copy_blocks
 from ntp_core.units import block_numel
 
+MAX_TOLD = 32
+"""Differences told to the observer in one step; a fault in a whole tensor has one per block."""
+
 
 def repair(
     comm: Comm, shards: Shards, plan: Plan, found: Comparison, check: ReplicaCheck, step: int
@@ -55,7 +58,7 @@ def repair(
 def _tell(
     observer: Observer, plan: Plan, found: Comparison, check: ReplicaCheck, step: int
 ) -> None:
-    for d in found.differences:
+    for d in found.differences[:MAX_TOLD]:
         tensor, block = check.index.tensor_of(d.block_index)
         replica = -1 if d.rank is None else plan.place(d.rank)[0]
         rank = -1 if d.rank is None else d.rank

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ntp_core.errors import ModelMismatch
-from ntp_core.plan import Plan
+from ntp_core.plan import Plan, runs_of
 from ntp_core.reshard import blocks_held
 from ntp_core.units import ModelUnits, TensorSpec, block_slices, local_shape, local_slices
 
@@ -52,14 +52,19 @@ class Shard:
         return [tensor.narrow(dim, a, b - a) for a, b in self._places[block]]
 
     def spans(self, blocks: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Local [start, stop) along the cut dim that cover these blocks, adjacent ones joined."""
-        pairs = sorted(pair for b in blocks for pair in self._places[b])
+        """Local [start, stop) along the cut dim that cover these blocks, part after part.
+
+        Only blocks that follow each other in the model are joined: those lie together on every
+        rank that holds them. Spans that merely touch on this rank stay apart, so that all owners
+        of the same blocks cut a tensor into the same pieces in the same order - otherwise the
+        columns of a row-parallel gradient would be summed with other columns.
+        """
+        parts = self.spec.parts if self.spec.kind is not None else 1
         joined: list[tuple[int, int]] = []
-        for start, stop in pairs:
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
+        for part in range(parts):
+            for first, stop in runs_of(blocks):
+                start = self._places[first][part][0]
+                joined.append((start, self._places[stop - 1][part][1]))
         return joined
 
     def logical_index(self) -> torch.Tensor:

@@ -1,0 +1,302 @@
+"""The sidecar of one job on one node: puts all parts together and keeps them ticking.
+
+A tick drains the rings, updates the state, checks it, follows incidents and publishes. It never
+waits for the job or for the network. A tick that fails is counted, its first traceback is kept, and
+the next one runs. The job does not notice whether this process lives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sidecar.advice import Planner
+from sidecar.announce import Webhooks, make_tracer
+from sidecar.config import Config
+from sidecar.export.prometheus import Exporter
+from sidecar.export.selfstats import JobView, SidecarStats
+from sidecar.incidents.incident import Incident
+from sidecar.ingest.job import JobIngest
+from sidecar.ingest.state import JobState
+from sidecar.proposals import ProposalDesk
+from sidecar.published import LOCK_WAIT_S, Published
+from sidecar.report import RunFacts, build_report
+from sidecar.usage import Usage
+from sidecar.view import snapshot_view
+from sidecar.watch import Ticked, build_watch
+from sidecar.web.app import create_app
+from sidecar.web.server import WebServer
+from sidecar.wire.rundir import claim
+
+log = logging.getLogger(__name__)
+
+ADDRESS_FILE = "daemon.json"
+METRICS_KEEP_S = 0.2
+"""Metrics at most this old are given out again."""
+FOLLOW_S = 1.0
+"""Longest time between two looks at all new steps; the state keeps 512 of them."""
+
+
+class Daemon:
+    """One job's sidecar. `start` and `stop` from any thread; ticks run in a thread of its own.
+
+    Args:
+        config: settings in force.
+        run_dir: the job's run directory; it need not exist yet.
+        job_id: default: the directory's name.
+        planner: works out new plans; default: the same ranks at measured speeds.
+
+    Raises:
+        ServeError: the page's address cannot be taken.
+        ConfigError, InvalidInput: a setting turned out to be unusable.
+
+    Attributes:
+        tick_errors: ticks that failed and were survived.
+        first_error: traceback of the first of them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        job_id: str | None = None,
+        planner: Planner | None = None,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.tick_errors = 0
+        self.first_error = ""
+        self.last_tick_unix_s: float | None = None
+        self._tick_s: float | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._started = Usage.now()
+        self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
+        self._ingest = JobIngest(run_dir, job_id)
+        self._watch = build_watch(config, self._ingest.job, run_dir, planner)
+        self._exporter = Exporter(max_ranks=config.max_ranks)
+        self._metrics_s = self._followed_s = float("-inf")
+        self._published = Published(self._lock, self._snapshot, self._watching)
+        self._tracer = make_tracer(config)
+        self._webhooks = Webhooks(config, self.job.job_id) if config.webhook_url else None
+        app = create_app(
+            self._published,
+            token=config.token or None,
+            metrics=self._metrics,
+            report=self.report,
+        )
+        self._web = WebServer(app, token=config.token or None, host=config.host, port=config.port)
+
+    @property
+    def job(self) -> JobState:
+        """The state; changed by ticks."""
+        return self._ingest.job
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All incidents that are kept, oldest first."""
+        return self._watch.incidents
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        return self._web.url
+
+    @property
+    def desk(self) -> ProposalDesk:
+        """What was proposed to the job."""
+        return self._watch.desk
+
+    def start(self) -> None:
+        """Serve the page and begin to tick. Writes the address into the run directory."""
+        self._web.start()
+        if self._webhooks is not None:
+            self._webhooks.start()
+        self._claim()
+        self._thread = threading.Thread(target=self._run, name="tick", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """One last tick for what the ranks left, then end all threads. Safe to call twice."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(LOCK_WAIT_S)
+            self._thread = None
+            self.tick()
+            self._tracer.finish(self.job, self._unix_offset_ns)
+        self._web.stop()
+        if self._webhooks is not None:
+            self._webhooks.stop()
+        self._tracer.shutdown()
+        self._ingest.close()
+
+    def tick(self) -> None:
+        """One tick; survives what goes wrong in it."""
+        begin_s = time.perf_counter()
+        try:
+            with self._lock:
+                applied, ticked = self._tick_locked()
+            self._announce(ticked)
+            self._published.ticked(bool(applied or ticked.transitions) or self._is_second_over())
+        except Exception:
+            # The one broad except of the sidecar: a fault in one tick must not blind it.
+            self.tick_errors += 1
+            if not self.first_error:
+                self.first_error = traceback.format_exc()
+                log.error("a tick failed and was survived:\n%s", self.first_error)
+        self._tick_s = time.perf_counter() - begin_s
+        self.last_tick_unix_s = time.time()
+
+    def report(
+        self, *, parity: float | None = None, signature_verified: bool | None = None
+    ) -> dict[str, Any]:
+        """The run report.
+
+        Args:
+            parity: largest relative loss difference to one process, measured by the caller.
+            signature_verified: what a receiver of the webhooks says.
+        """
+        facts = self._facts()
+        facts = replace(
+            facts,
+            max_rel_loss_diff_vs_single_process=parity,
+            signature_verified=signature_verified,
+        )
+        with self._lock:
+            return build_report(self.job, self.incidents, facts)
+
+    def _run(self) -> None:
+        poll_s = self.config.poll_ms / 1000
+        while not self._stopping.is_set():
+            self.tick()
+            self._stopping.wait(max(poll_s / 10, poll_s - (self._tick_s or 0.0)))
+
+    def _tick_locked(self) -> tuple[int, Ticked]:
+        applied = self._ingest.tick()
+        now_ns = time.monotonic_ns()
+        ticked = self._watch.tick(now_ns=now_ns, now_unix_ns=now_ns + self._unix_offset_ns)
+        if time.monotonic() - self._followed_s > FOLLOW_S:
+            self._followed_s = time.monotonic()
+            self._exporter.follow(self.job)
+        self._tracer.follow(self.job, now_ns, self._unix_offset_ns)
+        return applied, ticked
+
+    def _announce(self, ticked: Ticked) -> None:
+        if self._webhooks is not None:
+            self._webhooks.incidents(ticked.transitions)
+            self._webhooks.changes(ticked.ended, self._unix_offset_ns)
+
+    def _is_second_over(self) -> bool:
+        """Ages grow even if nothing happens: readers get a new view once a second."""
+        return int(time.time()) != int(self.last_tick_unix_s or 0)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return snapshot_view(
+            self.job,
+            self.incidents,
+            self._watch.rows(),
+            now_ns=time.monotonic_ns(),
+            unix_offset_ns=self._unix_offset_ns,
+        )
+
+    def _metrics(self, accept: str | None) -> tuple[bytes, str]:
+        if time.monotonic() - self._metrics_s > METRICS_KEEP_S and self._lock.acquire(
+            timeout=LOCK_WAIT_S
+        ):
+            try:
+                self._exporter.follow(self.job)
+                view = JobView(job=self.job, incidents=self.incidents, checks=self._watch.rows())
+                self._exporter.publish([view], self._stats(), time.monotonic_ns())
+                self._metrics_s = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._exporter.render(accept)
+
+    def _stats(self) -> SidecarStats:
+        usage = Usage.now()
+        hooks = self._webhooks.counts() if self._webhooks is not None else None
+        return SidecarStats(
+            tick_s=self._tick_s,
+            last_tick_unix_s=self.last_tick_unix_s,
+            tick_errors=self.tick_errors,
+            cpu_s=usage.cpu_s,
+            resident_memory_bytes=usage.resident_bytes,
+            bad_rings=self.job.bad_rings,
+            webhooks_delivered=hooks.delivered if hooks else 0,
+            webhooks_retried=hooks.retried if hooks else 0,
+            webhooks_dead=hooks.dead if hooks else 0,
+            webhooks_queued=hooks.queued if hooks else None,
+        )
+
+    def _facts(self) -> RunFacts:
+        usage = Usage.now()
+        wall_s = usage.at_s - self._started.at_s
+        return RunFacts(
+            unix_offset_ns=self._unix_offset_ns,
+            loss_first=self._watch.loss_first,
+            webhooks_sent=self._webhooks.sent if self._webhooks else 0,
+            webhooks_delivered=self._webhooks.counts().delivered if self._webhooks else 0,
+            cpu_ratio=(usage.cpu_s - self._started.cpu_s) / wall_s if wall_s > 0 else None,
+            resident_memory_bytes=usage.resident_bytes,
+        )
+
+    def _watching(self) -> tuple[bool, str]:
+        if not self.run_dir.is_dir():
+            return False, f"the run directory {self.run_dir} is gone or not made yet"
+        if not self.job.ranks:
+            return False, f"no rank has appeared in {self.run_dir} yet"
+        return True, f"watching {len(self.job.ranks)} ranks"
+
+    def _claim(self) -> None:
+        """Mark the run directory as in use and leave the address there for other commands."""
+        try:
+            claim(self.run_dir)
+            draft = self.run_dir / f".{ADDRESS_FILE}.{os.getpid()}"
+            draft.write_text(json.dumps({"pid": os.getpid(), "url": self.url}), encoding="utf-8")
+            draft.replace(self.run_dir / ADDRESS_FILE)
+        except OSError as error:
+            log.warning("run directory %s: %s; waiting for it", self.run_dir, error.strerror)
+
+
+def read_address(run_dir: Path) -> tuple[int, str] | None:
+    """(pid, address) of the sidecar that watches a run directory; None before it is up."""
+    try:
+        body = json.loads((run_dir / ADDRESS_FILE).read_text(encoding="utf-8"))
+        return int(body["pid"]), str(body["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def run_until_signal(daemon: Daemon, ready: Callable[[Daemon], None]) -> None:
+    """Start, call `ready`, wait for SIGTERM or SIGINT, stop. Main thread only."""
+    asked = threading.Event()
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask)
+    daemon.start()
+    try:
+        ready(daemon)
+        was_there = False
+        while not asked.wait(0.5):
+            is_there = daemon.run_dir.is_dir()
+            if was_there and not is_there:
+                log.warning("the run directory %s has gone; the job is over", daemon.run_dir)
+            was_there = is_there
+    finally:
+        daemon.stop()

@@ -1,0 +1,1 @@
+"""The main job: an uneven job on real text, hurt on purpose, watched, healed and explained."""

@@ -1,0 +1,85 @@
+"""Asks the demo's sidecar over its HTTP API, as anybody else would."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+POLL_S = 0.2
+
+Data = dict[str, Any]
+
+
+class StoryBroken(Exception):
+    """What should have happened did not; the message says what and what was seen instead."""
+
+
+class Api:
+    """A client of one sidecar."""
+
+    def __init__(self, url: str, alive: Callable[[], str]) -> None:
+        """`alive` returns "" while the job and the sidecar run, else what is wrong."""
+        self._client = httpx.Client(base_url=url, timeout=10.0, trust_env=False)
+        self._alive = alive
+
+    def get(self, path: str) -> Data:
+        """One answer."""
+        reply = self._client.get(path)
+        reply.raise_for_status()
+        body: Data = reply.json()
+        return body
+
+    def job(self) -> Data:
+        """The job as it is now."""
+        return self.get("/api/v1/job")
+
+    def incidents(self) -> list[Data]:
+        """All incidents, newest first."""
+        found: list[Data] = self.get("/api/v1/incidents")["incidents"]
+        return found
+
+    def changes(self) -> list[Data]:
+        """All allocation changes, newest first."""
+        found: list[Data] = self.get("/api/v1/changes")["changes"]
+        return found
+
+    def wait(
+        self,
+        what: str,
+        seconds: float,
+        look: Callable[[], Data | None],
+        meanwhile: Callable[[Data], None] | None = None,
+    ) -> Data:
+        """The first result of `look` that is not None.
+
+        Args:
+            what: what is awaited, for the message when it does not come.
+            meanwhile: called with the job at each look, to show progress.
+
+        Raises:
+            StoryBroken: after `seconds`, or when the job or the sidecar has ended.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            if meanwhile is not None:
+                meanwhile(self.job())
+            wrong = self._alive()
+            if wrong:
+                raise StoryBroken(f"{what}: {wrong}")
+            if time.monotonic() > end:
+                job = self.job()
+                raise StoryBroken(
+                    f"{what}: not within {seconds:.0f} s (the job is at step {job['step']}, "
+                    f"{job['status']})"
+                )
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()

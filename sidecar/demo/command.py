@@ -1,0 +1,168 @@
+"""`ntp-sidecar demo`: exit code 0 only if all of it happened."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sidecar.demo.client import StoryBroken
+from sidecar.demo.scenario import Scenario
+from sidecar.demo.stage import build_stage
+from sidecar.demo.story import Story, shortened
+from sidecar.demo.teller import Teller
+from sidecar.demo.verdict import missing
+
+BROKEN, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; returns its exit code."""
+    args = _parser().parse_args(argv)
+    if importlib.util.find_spec("torch") is None:
+        sys.stderr.write(
+            "ntp-sidecar: the demo trains a model and needs torch; install it with "
+            "pip install 'ntp-sidecar[train]'\n"
+        )
+        return BAD_INPUT
+    if args.json is not None and not _is_writable(args.json):
+        sys.stderr.write(f"ntp-sidecar: --json {args.json} cannot be written; name another file\n")
+        return BAD_INPUT
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGHUP, _interrupt)
+    console = Console(highlight=False)
+    try:
+        return _play(args, console)
+    except StoryBroken as error:
+        console.print(f"[bold red]broken[/]  {error}", markup=True)
+        return BROKEN
+    except OSError as error:
+        sys.stderr.write(f"ntp-sidecar: {error}\n")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        console.print("\ninterrupted: all processes ended, shared memory freed")
+        return INTERRUPTED
+
+
+def _play(args: argparse.Namespace, console: Console) -> int:
+    scenario = shortened(Scenario()) if args.quick else Scenario()
+    teller = Teller(console)
+    teller.line(
+        "demo",
+        f"{scenario.num_ranks} ranks train a byte-level Llama of 1.2 million "
+        "weights on the source of Python's standard library: no GPU, no network",
+    )
+    with build_stage(scenario, args.port) as stage:
+        teller.line("page", f"{stage.url}  (or: ntp-sidecar top --url {stage.url})", "cyan")
+        report = Story(scenario, stage, teller).run()
+        if args.json is not None:
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        lacking = missing(report, scenario)
+        console.print(_summary(report))
+        for text in lacking:
+            console.print(f"[bold red]missing[/]  {text}")
+        if not lacking:
+            console.print("[bold green]All of it happened.[/]")
+        if args.keep:
+            _keep(console, stage.url)
+    return BROKEN if lacking else 0
+
+
+def _keep(console: Console, url: str) -> None:
+    console.print(f"The page and the metrics stay: {url}  {url}/metrics   Ctrl-C ends.")
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        console.print("ended")
+
+
+def _summary(report: dict[str, Any]) -> Table:
+    table = Table(title=None, show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _facts(report):
+        table.add_row(name, text)
+    return table
+
+
+def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        (
+            "steps",
+            f"{report['steps']}, loss {report['loss']['first']:.3f} -> "
+            f"{report['loss']['last']:.3f}, replicas bit-identical in "
+            f"{report['replicas_bit_identical_steps']}",
+        ),
+        (
+            "parity",
+            f"{report['parity']['max_rel_loss_diff_vs_single_process']:.1e} largest relative "
+            "loss difference to one process",
+        ),
+    ]
+    for i in report["incidents"]:
+        rows.append(
+            (
+                i["check"],
+                f"rank {i['rank']} named {i['detected_after_steps']} steps "
+                f"({_seconds(i['detected_after_s'])}) after the fault; "
+                f"{'resolved' if i['resolved'] else 'still open'}",
+            )
+        )
+    for c in report["changes"]:
+        rows.append(
+            (
+                c["reason"],
+                f"{c['bytes_moved']} bytes moved, {c['bytes_lower_bound']} the "
+                f"least possible, {'verified' if c['verified'] else 'not verified'}",
+            )
+        )
+    hooks, probe, cost = report["webhooks"], report["probe"], report["sidecar"]
+    rows += [
+        ("webhooks", f"{hooks['delivered']} of {hooks['sent']} delivered"),
+        (
+            "probe",
+            f"{probe['events']} records, {probe['ns_per_event']:.0f} ns each, "
+            f"{probe['events_lost']} lost",
+        ),
+        ("sidecar", f"{100 * cost['cpu_ratio']:.1f} % of a core, {cost['rss_bytes'] / 1e6:.0f} MB"),
+    ]
+    return rows
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _is_writable(path: Path) -> bool:
+    try:
+        with path.open("a"):
+            return True
+    except OSError:
+        return False
+
+
+def _interrupt(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ntp-sidecar demo",
+        description="Train an uneven job on real text, hurt it twice, and watch it heal.",
+        epilog="example: ntp-sidecar demo --json report.json --keep",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to a file")
+    parser.add_argument("--keep", action="store_true", help="leave page and metrics up at the end")
+    parser.add_argument("--quick", action="store_true", help="fewer quiet steps")
+    parser.add_argument(
+        "--port", type=int, help="port of the page (default 9440, or a free one if that is taken)"
+    )
+    return parser

@@ -1,0 +1,193 @@
+"""All processes and files of a demo: made together, ended together, on every way out."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ntp_core.job import JobConfig
+from sidecar.daemon import read_address
+from sidecar.demo.client import StoryBroken
+from sidecar.demo.scenario import Scenario
+from sidecar.launch import child_environment
+from sidecar.notify.receiver import WebhookReceiver
+from sidecar.notify.signer import load_secret
+from sidecar.wire.rundir import create_run_dir, default_base, remove_run_dir, remove_stale
+
+START_S = 30.0
+STOP_S = 10.0
+ENGINE_OBSERVER = "sidecar.probe.attach:attach_engine"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class Stage:
+    """The running demo.
+
+    Attributes:
+        run_dir: where rings lie, and where faults, proposals and the wish to stop are left.
+        work_dir: configs, losses, logs and the webhook outbox; removed at the end.
+        job, sidecar: processes.
+    """
+
+    run_dir: Path
+    work_dir: Path
+    receiver: WebhookReceiver
+    sidecar: subprocess.Popen[bytes]
+    job: subprocess.Popen[bytes]
+    url: str
+
+    @property
+    def losses(self) -> Path:
+        """Rank 0 writes the losses of all steps here when the job ends."""
+        return self.work_dir / "losses.json"
+
+    def wrong(self) -> str:
+        """What has ended that should run; "" when nothing has."""
+        if self.sidecar.poll() is not None:
+            return f"the sidecar ended with {self.sidecar.returncode}{_tail(self.work_dir)}"
+        if self.job.poll() is not None:
+            return f"the job ended with {self.job.returncode}{_tail(self.work_dir)}"
+        return ""
+
+
+@contextmanager
+def build_stage(scenario: Scenario, port: int | None) -> Iterator[Stage]:
+    """Start sidecar, webhook receiver and job; end them all when the block is left.
+
+    Args:
+        port: of the page; None takes 9440, or any free one when that is taken.
+    """
+    with ExitStack() as stack:
+        work_dir = Path(tempfile.mkdtemp(prefix="nutp-demo-"))
+        stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
+        base = default_base()
+        remove_stale(base)
+        job_id = f"demo-{secrets.token_hex(3)}"
+        run_dir = create_run_dir(job_id, base)
+        stack.callback(remove_run_dir, run_dir)
+        secret = load_secret(work_dir, environ={})
+        receiver = stack.enter_context(WebhookReceiver(secret))
+        sidecar = _start_sidecar(run_dir, work_dir, receiver.url, port)
+        stack.callback(end_process, sidecar)
+        url = _wait_for_page(run_dir, work_dir, sidecar)
+        job = _start_job(scenario, run_dir, work_dir, job_id)
+        stack.callback(end_process, job)
+        yield Stage(run_dir, work_dir, receiver, sidecar, job, url)
+
+
+def reference_process(config: JobConfig, work_dir: Path, losses: Path) -> subprocess.Popen[bytes]:
+    """The same training in one process, without a sidecar."""
+    path = work_dir / "reference.json"
+    path.write_text(config.to_json())
+    command = [sys.executable, "-m", "ntp_core.runtime.train", "--config", str(path)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "NTP_"))}
+    return _spawn([*command, "--losses", str(losses)], env, work_dir / "reference.log")
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, then make it."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _start_sidecar(
+    run_dir: Path, work_dir: Path, webhook: str, port: int | None
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "sidecar", "daemon", "--run-dir", str(run_dir)]
+    # Five ranks on few cores disturb each other: only twice the peers' time is called slow here.
+    command += [
+        "--slow-rank-threshold",
+        "2",
+        "--autopilot",
+        "act",
+        "--webhook-url",
+        webhook,
+        "--state-dir",
+        str(work_dir),
+    ]
+    if port is not None:
+        command += ["--port", str(port)]
+    return _spawn(command, dict(os.environ), work_dir / "sidecar.log")
+
+
+def _wait_for_page(run_dir: Path, work_dir: Path, sidecar: subprocess.Popen[bytes]) -> str:
+    """The page's address, once it is served."""
+    for _ in range(int(START_S / 0.05)):
+        address = read_address(run_dir)
+        if address is not None:
+            return address[1]
+        try:
+            sidecar.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    raise StoryBroken(f"the sidecar did not start{_tail(work_dir)}")
+
+
+def _start_job(
+    scenario: Scenario, run_dir: Path, work_dir: Path, job_id: str
+) -> subprocess.Popen[bytes]:
+    config = work_dir / "job.json"
+    config.write_text(scenario.job().to_json())
+    losses = work_dir / "losses.json"
+    rank = [sys.executable, "-m", "ntp_core.runtime.train", "--config", str(config)]
+    command = [sys.executable, "-m", "ntp_core.runtime.launch", "--ranks", str(scenario.num_ranks)]
+    env = child_environment(
+        {
+            "NTP_SIDECAR_RUN_DIR": str(run_dir),
+            "NTP_SIDECAR_JOB_ID": job_id,
+            "NTP_OBSERVER": ENGINE_OBSERVER,
+            "NTP_INBOX": str(run_dir),
+        }
+    )
+    return _spawn([*command, "--", *rank, "--losses", str(losses)], env, work_dir / "job.log")
+
+
+def _spawn(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A child with its output in a file, that ends when this process dies."""
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            list(command),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when the demo is gone, however it went (Linux; else nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _tail(work_dir: Path) -> str:
+    """The last lines of the logs, for a message."""
+    parts = []
+    for name in ("job.log", "sidecar.log", "reference.log"):
+        path = work_dir / name
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
+        if text:
+            parts.append(f"{name}: " + " | ".join(text.splitlines()[-6:]))
+    return "".join(f"\n  {p}" for p in parts)

@@ -1,0 +1,243 @@
+"""Turns records into the state of one job.
+
+High-rate kinds go through numpy in `sidecar.ingest.collectives`; all others are applied one by one.
+A record that makes no sense (an enumeration value or a kind that does not exist) is counted in
+`bad_records` and left out; it never stops the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ntp_core.errors import InvalidInput
+from ntp_core.observe import Blame, Phase, Value
+from ntp_core.plan import Plan
+from ntp_core.units import ModelUnits
+from sidecar.ingest.changes import ChangeBook
+from sidecar.ingest.collectives import OpenCollectives, apply_collectives
+from sidecar.ingest.fingerprints import FingerprintBook
+from sidecar.ingest.state import Divergence, Fault, JobState, RankState, StepSample
+from sidecar.wire.reader import Batch, to_records
+from sidecar.wire.ring import RingHeader
+from sidecar.wire.rundir import read_plan
+from sidecar.wire.schema import Kind, Record, digest_from_int
+
+MAX_PLANS = 64  # plans kept by digest; the oldest goes
+_NO_PLACE = 65535
+
+_Handler = Callable[["Applier", RankState, Record], None]
+
+
+class Applier:
+    """Applies drained batches to one `JobState`.
+
+    Args:
+        job: the state to keep up to date.
+        run_dir: where `plan-<digest>.json` lies.
+    """
+
+    def __init__(self, job: JobState, run_dir: Path) -> None:
+        self.job = job
+        self.run_dir = run_dir
+        self._changes = ChangeBook(job)
+        self._fingerprints = FingerprintBook(job)
+        self._under_way: dict[int, OpenCollectives] = {}
+        self._started: dict[int, tuple[int, int]] = {}  # rank -> start of its ring, pid
+        self._plan_ns = -1
+
+    def apply(self, header: RingHeader, batch: Batch) -> bool:
+        """Apply one batch of one ring.
+
+        Returns:
+            False if the rank has a newer ring: nothing was applied, this one may be closed.
+        """
+        state = self._rank(header)
+        if state is None:
+            return False
+        under_way = self._under_way[header.global_rank]
+        self.job.bad_records += batch.bad
+        state.events_lost += batch.lost
+        if batch.lost or batch.bad:
+            under_way.clear()
+            state.collective = None
+        if not len(batch.records):
+            return True
+        state.events_total += len(batch.records)
+        state.last_progress_ns = max(state.last_progress_ns, int(batch.records["t_ns"][-1]))
+        self.job.bad_records += apply_collectives(state, under_way, batch.records)
+        kinds = batch.records["kind"]
+        is_other = (kinds != Kind.COLLECTIVE_BEGIN) & (kinds != Kind.COLLECTIVE_END)
+        if np.any(is_other):
+            for record in to_records(batch.records[is_other]):
+                self._apply_one(state, record)
+        return True
+
+    def _rank(self, header: RingHeader) -> RankState | None:
+        """State of the rank behind a ring; a restarted rank starts anew."""
+        rank, this = header.global_rank, (header.start_ns, header.pid)
+        known = self._started.get(rank)
+        if known == this:
+            return self.job.ranks[rank]
+        if known is not None and known > this:
+            return None
+        self._started[rank] = this
+        self._under_way[rank] = OpenCollectives()
+        state = RankState(
+            rank=rank,
+            pid=header.pid,
+            world_size=header.world_size,
+            start_ns=header.start_ns,
+            start_unix_ns=header.start_unix_ns,
+            last_progress_ns=header.start_ns,
+        )
+        self.job.ranks[rank] = state
+        return state
+
+    def _apply_one(self, state: RankState, record: Record) -> None:
+        handler = _HANDLERS.get(record.kind)
+        try:
+            if handler is None:
+                raise ValueError(f"kind {record.kind}")
+            handler(self, state, record)
+        except (ValueError, OverflowError):
+            self.job.bad_records += 1
+
+    # -- one method for each kind
+
+    def _step_begin(self, state: RankState, r: Record) -> None:
+        state.step_open = r.a
+
+    def _step_end(self, state: RankState, r: Record) -> None:
+        state.step, state.step_open = r.a, None
+        state.loss = None if math.isnan(r.x) and state.loss is None else r.x
+        state.steps_total += 1
+        state.tokens_total += max(0, r.aux)
+        state.step_ns_total += r.b
+        state.busy_ns_total += r.c
+        state.steps.append(
+            StepSample(
+                step=r.a,
+                end_ns=r.t_ns,
+                duration_ns=r.b,
+                busy_ns=r.c,
+                tokens=r.aux,
+                loss=r.x,
+                epoch=state.epoch,
+                work=state.work,
+            )
+        )
+
+    def _phase(self, state: RankState, r: Record) -> None:
+        phase = int(Phase(r.code))
+        state.phase_ns_total[phase] = state.phase_ns_total.get(phase, 0) + r.b
+
+    def _value(self, state: RankState, r: Record) -> None:
+        name = Value(r.code)
+        if name is Value.LOSS:
+            state.loss = r.x
+        elif name is Value.GRAD_NORM:
+            state.grad_norm = r.x
+
+    def _plan(self, state: RankState, r: Record) -> None:
+        state.epoch, state.work = r.aux, r.x
+        has_place = r.code != _NO_PLACE and r.b >= 0
+        state.replica, state.tp_rank = (r.b, r.code) if has_place else (None, None)
+        plan = self._load_plan(digest_from_int(r.a))
+        if plan is None:
+            raise ValueError("no such plan file")
+        self._fingerprints.expect(r.aux, len(plan.replicas))
+        # the newest word counts, not the ring that happened to be drained last
+        if r.t_ns >= self._plan_ns:
+            self._plan_ns = r.t_ns
+            self.job.plan = plan if plan.epoch == r.aux else plan.with_epoch(r.aux)
+
+    def _load_plan(self, digest: str) -> Plan | None:
+        known = self.job.plans.get(digest)
+        if known is not None:
+            return known
+        try:
+            data = json.loads(read_plan(self.run_dir, digest))
+            plan = Plan.from_json(data["plan"])
+            model = data.get("model")
+            if model is not None:
+                self.job.model = ModelUnits.from_json(model)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidInput):
+            return None
+        self.job.plans[digest] = plan
+        while len(self.job.plans) > MAX_PLANS:
+            del self.job.plans[next(iter(self.job.plans))]
+        return plan
+
+    def _fingerprint(self, state: RankState, r: Record) -> None:
+        self._fingerprints.add(state.epoch, r.a, r.aux, r.b)
+
+    def _divergence(self, state: RankState, r: Record) -> None:
+        event = Divergence(
+            step=r.a,
+            t_ns=r.t_ns,
+            blame=Blame(r.code),
+            replica=int(r.x) if r.x >= 0 else None,
+            rank=r.aux if r.aux >= 0 else None,
+            tensor=self._tensor_name(r.b),
+            unit=r.c,
+        )
+        said = (event.step, event.replica, event.rank, event.tensor, event.unit)
+        for d in self.job.divergences:
+            if (d.step, d.replica, d.rank, d.tensor, d.unit) == said:
+                return  # every rank may report the same finding
+        self.job.divergences.append(event)
+
+    def _tensor_name(self, index: int) -> str:
+        model = self.job.model
+        if model is not None and 0 <= index < len(model.tensors):
+            return model.tensors[index].name
+        return f"tensor {index}"
+
+    def _change_begin(self, state: RankState, r: Record) -> None:
+        self._changes.begin(state.rank, r)
+
+    def _change_phase(self, state: RankState, r: Record) -> None:
+        self._changes.phase(state.rank, r)
+
+    def _change_end(self, state: RankState, r: Record) -> None:
+        self._changes.end(state.rank, r)
+
+    def _gc_pause(self, state: RankState, r: Record) -> None:
+        state.gc_ns_total += r.a
+
+    def _exception(self, state: RankState, r: Record) -> None:
+        state.exited, state.step_open = 1, None
+
+    def _exit(self, state: RankState, r: Record) -> None:
+        state.exited, state.step_open = r.aux, None
+
+    def _fault(self, state: RankState, r: Record) -> None:
+        self.job.faults.append(Fault(step=r.a, t_ns=r.t_ns, fault=r.code, rank=r.aux, detail=r.b))
+
+    def _probe_cost(self, state: RankState, r: Record) -> None:
+        state.probe_cost_events += max(0, r.a)
+        state.probe_cost_ns += max(0, r.b)
+
+
+_HANDLERS: dict[int, _Handler] = {
+    Kind.STEP_BEGIN: Applier._step_begin,
+    Kind.STEP_END: Applier._step_end,
+    Kind.PHASE: Applier._phase,
+    Kind.PLAN: Applier._plan,
+    Kind.FINGERPRINT: Applier._fingerprint,
+    Kind.DIVERGENCE: Applier._divergence,
+    Kind.CHANGE_BEGIN: Applier._change_begin,
+    Kind.CHANGE_PHASE: Applier._change_phase,
+    Kind.CHANGE_END: Applier._change_end,
+    Kind.VALUE: Applier._value,
+    Kind.GC_PAUSE: Applier._gc_pause,
+    Kind.EXCEPTION: Applier._exception,
+    Kind.EXIT: Applier._exit,
+    Kind.FAULT_INJECTED: Applier._fault,
+    Kind.PROBE_COST: Applier._probe_cost,
+}

@@ -1,0 +1,88 @@
+"""`ntp-sidecar status`: what a running sidecar says, in a few lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sidecar.daemon import read_address
+from sidecar.wire.process import is_running
+from sidecar.wire.rundir import SHARED_MEMORY, list_run_dirs
+
+DEFAULT_URL = "http://127.0.0.1:9440"
+TIMEOUT_S = 5.0
+PARTS = ("job", "ranks", "incidents")
+
+
+class NoAnswer(Exception):
+    """The sidecar could not be asked. The message is one line with what to do."""
+
+
+def find_url(base: Path = SHARED_MEMORY, env: Mapping[str, str] = os.environ) -> str:
+    """Address of the sidecar to ask: inside a watched job its own; else that of this user's newest
+    watched job on this node; else the default."""
+    own = read_address(Path(env["NTP_SIDECAR_RUN_DIR"])) if "NTP_SIDECAR_RUN_DIR" in env else None
+    if own is not None:
+        return own[1]
+    alive = []
+    for run_dir in list_run_dirs(base):
+        address = read_address(run_dir)
+        if address is not None and is_running(address[0], 0):
+            alive.append((run_dir.stat().st_mtime, address[1]))
+    return max(alive)[1] if alive else DEFAULT_URL
+
+
+def fetch_status(url: str, env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Job, ranks and incidents as the API gives them. Raises NoAnswer."""
+    token = env.get("NTP_SIDECAR_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    status: dict[str, Any] = {"url": url}
+    try:
+        with httpx.Client(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
+            for part in PARTS:
+                answer = client.get(f"{url.rstrip('/')}/api/v1/{part}")
+                answer.raise_for_status()
+                body = answer.json()
+                status[part] = body if part == "job" else body[part]
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
+        hint = "set NTP_SIDECAR_TOKEN" if code == 401 else "is it a sidecar's address?"
+        raise NoAnswer(f"{url} answered {code}; {hint}") from error
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise NoAnswer(
+            f"no sidecar answers at {url} ({type(error).__name__}); start one with "
+            "`ntp-sidecar run -- CMD`, or give its address with --url"
+        ) from error
+    return status
+
+
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """The status for people."""
+    job = status["job"]
+    step_time = job["step_time_s"]
+    lines = [
+        f"job {job['job_id']}: {job['status']}, step {_or_unknown(job['step'])}, "
+        f"loss {_or_unknown(job['loss'])}, "
+        f"step time {'unknown' if step_time is None else f'{step_time:.3g} s'}",
+        f"ranks: {job['ranks_alive']} alive, {job['ranks_dead']} dead; "
+        f"plan epoch {_or_unknown(job['plan_epoch'])}",
+    ]
+    lines += [
+        f"rank {r['rank']}: {r['health']}, step {_or_unknown(r['step'])}, "
+        f"slowness {_or_unknown(r['slowness'])}"
+        for r in status["ranks"]
+        if r["health"] != "ok"
+    ]
+    firing = [i for i in status["incidents"] if i["state"] == "firing"]
+    lines += [f"{i['severity']}: {i['summary']} ({i['id']}, {i['runbook']})" for i in firing]
+    return [*lines, f"page: {status['url']}"]
+
+
+def _or_unknown(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,103 @@
+"""The job as a whole: the body of `/api/v1/job`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from sidecar.checks.finding import Severity
+from sidecar.incidents.incident import Incident, IncidentState
+from sidecar.ingest.state import STEPS_KEPT, JobState, RankState
+from sidecar.view.ranks import is_dead
+
+PROGRESS_LIMIT_NS = 30_000_000_000
+"""Without a record for this long the job's status is unknown, if no incident says more."""
+
+
+def job_view(
+    job: JobState,
+    incidents: Iterable[Incident],
+    *,
+    now_ns: int,
+    progress_limit_ns: int = PROGRESS_LIMIT_NS,
+) -> dict[str, Any]:
+    """Step, loss, step times, counts and status of the job."""
+    ranks = list(job.ranks.values())
+    steps, step_times_s = _step_times(ranks)
+    lead = _lead(ranks)
+    starts = [r.start_unix_ns for r in ranks if r.start_unix_ns]
+    return {
+        "job_id": job.job_id,
+        "step": _step(job),
+        "loss": _finite(lead.loss) if lead else None,
+        "loss_first": _finite(_loss_first(lead)) if lead else None,
+        "gradient_norm": _finite(lead.grad_norm) if lead else None,
+        "world_size": max((r.world_size for r in ranks), default=0) or None,
+        "ranks_alive": sum(r.alive is True for r in ranks),
+        "ranks_dead": sum(is_dead(r) for r in ranks),
+        "plan_epoch": job.plan.epoch if job.plan else None,
+        "plan_digest": job.plan.digest if job.plan else None,
+        "step_time_s": step_times_s[-1] if step_times_s else None,
+        "step_times_s": step_times_s,
+        "steps": steps,
+        "replicas_identical_steps": job.identical_steps,
+        "replicas_checked_steps": job.checked_steps,
+        "started_unix_s": min(starts) / 1e9 if starts else None,
+        "status": _status(ranks, incidents, now_ns - progress_limit_ns),
+    }
+
+
+def _step(job: JobState) -> int | None:
+    """The job's step; after the last rank has left, the furthest step it reached."""
+    if not job.ranks:
+        return None
+    if all(r.alive is False for r in job.ranks.values()):
+        return max(r.step for r in job.ranks.values())
+    return job.step
+
+
+def _lead(ranks: list[RankState]) -> RankState | None:
+    """The rank that speaks for the job: the furthest, then the lowest. All report its loss."""
+    known = [r for r in ranks if r.loss is not None]
+    return max(known, key=lambda r: (r.step, -r.rank), default=None)
+
+
+def _loss_first(lead: RankState) -> float | None:
+    """Loss of the first step, as long as that step is kept."""
+    if not lead.steps or lead.steps_total > STEPS_KEPT:
+        return None
+    return lead.steps[0].loss
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _step_times(ranks: list[RankState]) -> tuple[list[int], list[float]]:
+    """Steps and their times; a step takes as long as on its slowest rank.
+
+    A step that ran again after a failure counts with its last run on each rank.
+    """
+    slowest: dict[int, int] = {}
+    for rank in ranks:
+        for step, duration_ns in {s.step: s.duration_ns for s in rank.steps}.items():
+            if duration_ns > slowest.get(step, -1):
+                slowest[step] = duration_ns
+    steps = sorted(slowest)[-STEPS_KEPT:]
+    return steps, [slowest[s] / 1e9 for s in steps]
+
+
+def _status(ranks: list[RankState], incidents: Iterable[Incident], fresh_after_ns: int) -> str:
+    """One word for the job. A firing incident says more than silence does, so it comes first."""
+    if not ranks:
+        return "unknown"
+    firing = {i.finding.severity for i in incidents if i.state is IncidentState.FIRING}
+    if Severity.CRITICAL in firing:
+        return "critical"
+    if Severity.WARNING in firing:
+        return "degraded"
+    if max(r.last_progress_ns for r in ranks) < fresh_after_ns:
+        return "unknown"
+    return "healthy"
