@@ -58,21 +58,29 @@ def moves(old: Plan, new: Plan, model: ModelUnits) -> tuple[Move, ...]:
 def elements_lower_bound(old: Plan, new: Plan, model: ModelUnits) -> int:
     """Elements that any change to the new shares must move, whichever units are chosen.
 
-    A rank that goes from n to m > n units of a kind must receive m - n of them, each at least as
-    large as the smallest; tensors whose blocks are shared are counted by the blocks that the new
-    units cannot do without.
+    A rank that goes from n to m > n units of a kind must receive m - n of them. All are of one size
+    but the last, which may be smaller: it can be among them, once in a replica, unless a rank that
+    loses nothing holds it already. Tensors whose blocks are shared are counted by the blocks that
+    the new units cannot do without.
     """
     total = 0
     for t in model.tensors:
         if t.kind is None:
             continue
         num_units = model.counts[t.kind]
-        num_blocks = num_units // t.sharing
-        least = min(block_numel(t, num_units, b) for b in (0, num_blocks - 1))
-        for dst in new.ranks:
-            have = len(blocks_held(old, t, dst)) if dst in old.ranks else 0
-            need = -(-_share(new, t, dst) // t.sharing)
-            total += max(0, need - have) * least
+        last = num_units // t.sharing - 1
+        full, short = (block_numel(t, num_units, b) for b in (0, last))
+        for r in new.replicas:
+            gained, is_last_kept = 0, False
+            for dst in r.ranks:
+                have = blocks_held(old, t, dst) if dst in old.ranks else ()
+                need = -(-_share(new, t, dst) // t.sharing)
+                gained += max(0, need - len(have))
+                is_last_kept = is_last_kept or (last in have and need >= len(have))
+            if t.sharing > 1:  # several ranks may get a copy of the last block
+                total += gained * short
+            elif gained:
+                total += gained * full - (0 if is_last_kept else full - short)
     return total
 
 

@@ -84,7 +84,7 @@ def _daemon(args: argparse.Namespace) -> int:
     def tell(ready: Daemon) -> None:
         print(f"ntp-sidecar: page {ready.url}", flush=True)
 
-    run_until_signal(daemon, tell)
+    run_until_signal(daemon, tell, args.parent_pid)
     return 0
 
 
@@ -154,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--run-dir", required=True, help="the job's run directory")
     p.add_argument("--job-id", help="name of the job; default: the directory's name")
+    p.add_argument("--parent-pid", type=int, help="end when this parent is gone and no rank lives")
     _add_settings(p)
     p = _command(commands, "status", "what a running sidecar says", "status --json")
     p.add_argument("--url", help="address of the sidecar; default: the one on this node")

@@ -51,7 +51,7 @@ class Config:
         9440, "port of the page and the API; 0 takes a free one", least=0, most=65535
     )
     token: str = _setting("", "bearer token; needed for any address but loopback", is_secret=True)
-    poll_ms: int = _setting(50, "milliseconds between ticks", least=5, most=1000)
+    poll_ms: int = _setting(100, "milliseconds between ticks", least=5, most=1000)
     max_ranks: int = _setting(1024, "ranks with series of their own on /metrics", least=1)
     autopilot: str = _setting(
         "advise",

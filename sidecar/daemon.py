@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from typing import Any
 
 from sidecar.advice import Planner
 from sidecar.announce import Webhooks, make_tracer
+from sidecar.checks.finding import Check
 from sidecar.config import Config
 from sidecar.export.prometheus import Exporter
 from sidecar.export.selfstats import JobView, SidecarStats
@@ -30,19 +31,20 @@ from sidecar.ingest.job import JobIngest
 from sidecar.ingest.state import JobState
 from sidecar.proposals import ProposalDesk
 from sidecar.published import LOCK_WAIT_S, Published
-from sidecar.report import RunFacts, build_report
+from sidecar.report import RunFacts, build_report, read_outside_facts
 from sidecar.usage import Usage
 from sidecar.view import snapshot_view
 from sidecar.watch import Ticked, build_watch
 from sidecar.web.app import create_app
 from sidecar.web.server import WebServer
-from sidecar.wire.rundir import claim
+from sidecar.wire.rundir import claim, remove_run_dir
 
 log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "daemon.json"
 METRICS_KEEP_S = 0.2
 """Metrics at most this old are given out again."""
+LOOK_AROUND_S = 0.5
 FOLLOW_S = 1.0
 """Longest time between two looks at all new steps; the state keeps 512 of them."""
 
@@ -55,6 +57,7 @@ class Daemon:
         run_dir: the job's run directory; it need not exist yet.
         job_id: default: the directory's name.
         planner: works out new plans; default: the same ranks at measured speeds.
+        checks: what is checked; default: all of the registry.
 
     Raises:
         ServeError: the page's address cannot be taken.
@@ -72,6 +75,7 @@ class Daemon:
         *,
         job_id: str | None = None,
         planner: Planner | None = None,
+        checks: Sequence[Check] | None = None,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
@@ -85,7 +89,7 @@ class Daemon:
         self._started = Usage.now()
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._ingest = JobIngest(run_dir, job_id)
-        self._watch = build_watch(config, self._ingest.job, run_dir, planner)
+        self._watch = build_watch(config, self._ingest.job, run_dir, planner, checks)
         self._exporter = Exporter(max_ranks=config.max_ranks)
         self._metrics_s = self._followed_s = float("-inf")
         self._published = Published(self._lock, self._snapshot, self._watching)
@@ -159,21 +163,9 @@ class Daemon:
         self._tick_s = time.perf_counter() - begin_s
         self.last_tick_unix_s = time.time()
 
-    def report(
-        self, *, parity: float | None = None, signature_verified: bool | None = None
-    ) -> dict[str, Any]:
-        """The run report.
-
-        Args:
-            parity: largest relative loss difference to one process, measured by the caller.
-            signature_verified: what a receiver of the webhooks says.
-        """
-        facts = self._facts()
-        facts = replace(
-            facts,
-            max_rel_loss_diff_vs_single_process=parity,
-            signature_verified=signature_verified,
-        )
+    def report(self) -> dict[str, Any]:
+        """The run report. What only others can measure is read from the run directory."""
+        facts = replace(self._facts(), **read_outside_facts(self.run_dir))
         with self._lock:
             return build_report(self.job, self.incidents, facts)
 
@@ -279,8 +271,15 @@ def read_address(run_dir: Path) -> tuple[int, str] | None:
         return None
 
 
-def run_until_signal(daemon: Daemon, ready: Callable[[Daemon], None]) -> None:
-    """Start, call `ready`, wait for SIGTERM or SIGINT, stop. Main thread only."""
+def run_until_signal(
+    daemon: Daemon, ready: Callable[[Daemon], None], parent_pid: int | None = None
+) -> None:
+    """Start, call `ready`, wait for SIGTERM or SIGINT, stop. Main thread only.
+
+    Args:
+        parent_pid: the process that runs the job; when it is gone and no rank lives, nobody is
+            left to end this process, so it ends by itself.
+    """
     asked = threading.Event()
 
     def ask(signum: int, frame: FrameType | None) -> None:
@@ -293,10 +292,18 @@ def run_until_signal(daemon: Daemon, ready: Callable[[Daemon], None]) -> None:
     try:
         ready(daemon)
         was_there = False
-        while not asked.wait(0.5):
+        while not asked.wait(LOOK_AROUND_S) and not _is_orphan(daemon, parent_pid):
             is_there = daemon.run_dir.is_dir()
             if was_there and not is_there:
                 log.warning("the run directory %s has gone; the job is over", daemon.run_dir)
             was_there = is_there
     finally:
         daemon.stop()
+        if _is_orphan(daemon, parent_pid):
+            remove_run_dir(daemon.run_dir)  # its maker can no longer do so
+
+
+def _is_orphan(daemon: Daemon, parent_pid: int | None) -> bool:
+    if parent_pid is None or os.getppid() == parent_pid:
+        return False
+    return not any(r.alive for r in list(daemon.job.ranks.values()))

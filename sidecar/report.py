@@ -1,19 +1,26 @@
 """The summary of a whole run: the body of `/api/v1/report`.
 
-Every number was measured by this run. What nobody measured is None: parity with one process and the
-receiver's view of a webhook's signature come from outside, as arguments.
+Every number was measured by this run. What nobody measured is None. Parity with one process and the
+receiver's view of a webhook's signature come from outside: who measured them leaves `facts.json` in
+the run directory.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 from ntp_core.observe import Reason
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.spans import is_verified, start_ns, stop_ns
 from sidecar.ingest.state import Change, Fault, JobState
+
+FACTS_FILE = "facts.json"
+MAX_FACTS_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,32 @@ class RunFacts:
     max_rel_loss_diff_vs_single_process: float | None = None
     cpu_ratio: float | None = None
     resident_memory_bytes: int | None = None
+
+
+class OutsideFacts(TypedDict, total=False):
+    """The part of `RunFacts` that only others can measure."""
+
+    max_rel_loss_diff_vs_single_process: float
+    signature_verified: bool
+
+
+def read_outside_facts(run_dir: Path) -> OutsideFacts:
+    """What `facts.json` says; what is missing, of another type or no number is left out."""
+    path = run_dir / FACTS_FILE
+    facts: OutsideFacts = {}
+    try:
+        if path.stat().st_size > MAX_FACTS_BYTES:
+            return facts
+        body = json.loads(path.read_text(encoding="utf-8"))
+        parity = body.get("max_rel_loss_diff_vs_single_process")
+        verified = body.get("signature_verified")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return facts
+    if isinstance(parity, float | int) and math.isfinite(parity):
+        facts["max_rel_loss_diff_vs_single_process"] = float(parity)
+    if isinstance(verified, bool):
+        facts["signature_verified"] = verified
+    return facts
 
 
 def build_report(job: JobState, incidents: Iterable[Incident], facts: RunFacts) -> dict[str, Any]:

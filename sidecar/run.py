@@ -75,8 +75,9 @@ def _start(
     run_dir: Path, job_id: str, loaded: Loaded, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start the sidecar and wait until it serves or has given up."""
+    cmd = [sys.executable, "-m", "sidecar", "daemon", "--run-dir", str(run_dir)]
     sidecar = subprocess.Popen(
-        [sys.executable, "-m", "sidecar", "daemon", "--run-dir", str(run_dir), "--job-id", job_id],
+        [*cmd, "--job-id", job_id, "--parent-pid", str(os.getpid())],
         env={**env, **settings_as_environment(loaded)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

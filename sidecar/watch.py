@@ -159,11 +159,19 @@ class WorkFiles:
             return None
 
 
-def build_watch(config: Config, job: JobState, run_dir: Path, planner: Planner | None) -> JobWatch:
+def build_watch(
+    config: Config,
+    job: JobState,
+    run_dir: Path,
+    planner: Planner | None = None,
+    checks: Sequence[Check] | None = None,
+) -> JobWatch:
     """All parts of a watch, with the limits of the configuration."""
+    if checks is None:
+        checks = build_checks(config.slow_rank_limits(), config.progress_limits())
     return JobWatch(
         job=job,
-        checks=build_checks(config.slow_rank_limits(), config.progress_limits()),
+        checks=checks,
         tracker=IncidentTracker(job.job_id, config.policies()),
         desk=ProposalDesk(
             run_dir,

@@ -76,10 +76,10 @@ class Changer:
         with self._phase(new.epoch, ChangePhase.VERIFY):
             after = self._vectors(placement, moved.planes)
             total, whole = self._totals(moved)
-        good = whole and bool((before == after).all())
+        good = whole and _is_kept(before, after)
         with self._phase(new.epoch, ChangePhase.RESUME if good else ChangePhase.ROLLBACK):
             if good:
-                self._commit(new, moved.planes, adopt)
+                self._commit(new, moved.planes, step, adopt)
         bound = elements_lower_bound(old, new, self._model.units) * len(planes)
         observer.change_end(
             new.epoch,
@@ -113,12 +113,14 @@ class Changer:
         self._comm.all_reduce(words, self._comm.world)
         return int(words[0]), int(words[1]) == 0
 
-    def _commit(self, new: Plan, planes: Planes, adopt: Callable[[Plan], None]) -> None:
+    def _commit(self, new: Plan, planes: Planes, step: int, adopt: Callable[[Plan], None]) -> None:
         params, first, second = planes
         self._model.adopt(new, params)
         for param, m, v in zip(self._model.shards.params, first, second, strict=True):
             state = self._optimizer.state[param]
             state["exp_avg"], state["exp_avg_sq"] = m, v
+            # A share that was empty had no gradient and so no steps; its new units had them all.
+            state["step"] = torch.tensor(float(step))
         adopt(new)
 
     def _tell_prelude(self, proposal: Proposal) -> None:
@@ -148,6 +150,13 @@ def agree(comm: Comm, words: list[int]) -> None:
             f"ranks do not stand at the same step and plan: largest {both[0].tolist()}, "
             f"smallest {(-both[1]).tolist()}, here {words} (step, epoch, plan digests)"
         )
+
+
+def _is_kept(before: Vectors, after: Vectors) -> bool:
+    """Every replica's content is what it was; all the same where replicas come or go."""
+    if before.shape == after.shape:
+        return bool((before == after).all())
+    return bool((before == before[0]).all() and (after == before[0]).all())
 
 
 def _words(digest: str) -> tuple[int, int]:

@@ -126,9 +126,10 @@ class Llama(nn.Module):
         return vocab_parallel_loss_sum(logits_NV, rows_N, self.group)
 
     def adopt(self, plan: Plan, tensors: list[torch.Tensor]) -> None:
-        """Take the local tensors of a new plan. Same rank, same replica."""
+        """Take the local tensors of a new plan, and the group of this rank's replica in it."""
         rank = self.shards.rank
         self.shards.adopt(plan, tensors)
+        self.group.ranks = plan.replicas[plan.place(rank)[0]].ranks
         self.embed.row_of_token = row_of_token(self.config, plan, rank)
 
 

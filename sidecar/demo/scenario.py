@@ -55,7 +55,7 @@ class Scenario:
     def _config(self, degrees: tuple[int, ...], steps: int, *, obey_faults: bool) -> JobConfig:
         model = LlamaConfig()
         return JobConfig(
-            train=TrainConfig(model=model, seq=self.seq, check_every=1),
+            train=TrainConfig(model=model, seq=self.seq, lr=1e-3, check_every=1),
             plan=even_plan(model, degrees, self.batch),
             steps=steps,
             obey_faults=obey_faults,

@@ -14,6 +14,16 @@ from sidecar.demo.stage import Stage, end_process, reference_process
 from sidecar.demo.teller import Bar, Teller
 
 STOP_FILE = "stop"
+SIGNALS = (
+    "slowness",
+    "busy_time",
+    "peers_median",
+    "evidence",
+    "extent",
+    "fingerprints",
+    "proposal",
+)
+"""What of an incident's evidence the story shows; the page shows all."""
 
 
 class Story:
@@ -179,7 +189,7 @@ class Story:
         label = "repaired" if reason == "repair" else "new shares"
         if reason != "repair":
             for r in self._api.get("/api/v1/plan")["replicas"]:
-                self._tell.line_without_time(
+                self._tell.more(
                     f"replica {r['id']}: {r['batch']} sequences, {_shares(r['shares'])}"
                 )
         self._tell.line(
@@ -237,8 +247,9 @@ class Story:
 
     def _name(self, incident: Data) -> None:
         self._tell.line("named", f"{incident['check']}: {incident['summary']}", "red")
-        signals = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in incident["signals"].items())
-        self._tell.more(signals)
+        for name in SIGNALS:
+            if name in incident["signals"]:
+                self._tell.more(f"{name.replace('_', ' ')}: {incident['signals'][name]}")
 
 
 def shortened(scenario: Scenario) -> Scenario:

@@ -6,8 +6,9 @@ from typing import Any
 
 from sidecar.demo.scenario import Scenario
 
-MAX_PARITY = 1e-5
-"""fp32 rounding in another order of summation gives about 1e-7 here; a wrong gradient 1e-3."""
+MAX_PARITY = 2e-4
+"""Adam amplifies fp32 rounding: over some 75 steps two *even* splits of this job differ from one
+process by 1e-5 to 2e-5. A gradient that is wrong in one place differs by 1e-2."""
 
 
 def missing(report: dict[str, Any], scenario: Scenario) -> list[str]:

@@ -59,7 +59,7 @@ class Batch:
 
 def to_records(records: Records) -> list[Record]:
     """Plain tuples, for low rates and for tests."""
-    return [Record(*row[:9]) for row in records.tolist()]
+    return [Record._make(row[:9]) for row in records.tolist()]
 
 
 def read_header(path: Path) -> RingHeader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from sidecar.daemon import read_address
+from sidecar.checks.finding import Finding
+from sidecar.config import load
+from sidecar.daemon import Daemon, read_address
+from sidecar.ingest.state import JobState
+from sidecar.notify.receiver import WebhookReceiver
+from sidecar.notify.signer import load_secret
 
 WORLD = 3
 TIMEOUT_S = 30.0
@@ -36,8 +42,9 @@ def wait_for(what: str, look: Callable[[], Any]) -> Any:
 class Scene:
     """Three ranks and a daemon over one run directory."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *flags: str) -> None:
         self.run_dir = run_dir
+        self.flags = flags
         run_dir.mkdir(mode=0o700)
         self.ranks = [self._spawn_rank(r) for r in range(WORLD)]
         self.daemon = self.spawn_daemon()
@@ -50,6 +57,7 @@ class Scene:
         """A fresh daemon; returns when it serves."""
         cmd = [sys.executable, "-W", "error", "-m", "sidecar", "daemon", "--port", "0"]
         cmd += ["--run-dir", str(self.run_dir), "--job-id", "fake", "--clear-s", "0.2"]
+        cmd += self.flags
         daemon = subprocess.Popen(cmd, stdout=subprocess.DEVNULL)
         wait_for("daemon up", lambda: (read_address(self.run_dir) or (0, ""))[0] == daemon.pid)
         return daemon
@@ -166,3 +174,64 @@ def test_daemon_sigterm_ends_cleanly(scene: Scene) -> None:
     scene.daemon.terminate()
     assert scene.daemon.wait(timeout=10) == 0
     assert all(p.poll() is None for p in scene.ranks)
+
+
+def test_daemon_tells_its_webhook_signed_and_spares_the_job(tmp_path: Path) -> None:
+    """Fired and resolved arrive once each, with a right signature."""
+    state_dir = tmp_path / "state"
+    with WebhookReceiver(load_secret(state_dir, environ={})) as receiver:
+        flags = ("--webhook-url", receiver.url, "--state-dir", str(state_dir))
+        scene = Scene(tmp_path / "run", *flags)
+        try:
+            wait_for("ten steps", lambda: scene.step() >= 10)
+            os.kill(scene.ranks[0].pid, signal.SIGSTOP)
+            wait_for("stuck", scene.firing("no_progress"))
+            os.kill(scene.ranks[0].pid, signal.SIGCONT)
+            receiver.wait_for(lambda kept: len(kept) >= 2, TIMEOUT_S)
+            hooks = wait_for(
+                "both delivered",
+                lambda: (
+                    (h := scene.get("/api/v1/report").json()["webhooks"])["delivered"] == 2 and h
+                ),
+            )
+        finally:
+            scene.close()
+    kinds = [json.loads(r.body)["type"] for r in receiver.received]
+    assert kinds == ["nutp.incident.fired", "nutp.incident.resolved"]
+    assert not any(r.error for r in receiver.received)
+    assert hooks["sent"] == 2
+
+
+def test_daemon_says_that_it_is_blind_when_the_run_dir_is_gone(tmp_path: Path) -> None:
+    """No run directory: healthy, not ready, with the reason."""
+    daemon = Daemon(load({"port": 0}).config, tmp_path / "never-made")
+    daemon.start()
+    try:
+        wait_for("ticking", lambda: httpx.get(daemon.url + "/healthz").status_code == 200)
+        answer = httpx.get(daemon.url + "/readyz")
+    finally:
+        daemon.stop()
+    assert answer.status_code == 503
+    assert "never-made is gone or not made yet" in answer.json()["reason"]
+
+
+def test_daemon_survives_a_failing_tick_and_keeps_the_first_traceback(tmp_path: Path) -> None:
+    """A fault in a check is counted; the next tick runs; the metric says how many failed."""
+
+    class Failing:
+        name = "slow_rank"
+
+        def ready(self, job: JobState) -> bool:
+            raise RuntimeError("of this test")
+
+        def run(self, job: JobState, now_ns: int) -> list[Finding]:
+            return []
+
+    daemon = Daemon(load({"port": 0}).config, tmp_path, checks=[Failing()])
+    try:
+        daemon.tick()
+        daemon.tick()
+    finally:
+        daemon.stop()
+    assert daemon.tick_errors == 2
+    assert "of this test" in daemon.first_error

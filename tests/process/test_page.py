@@ -329,3 +329,20 @@ def test_page_with_token_follows_and_keeps_it_in_links(browser: Browser) -> None
         assert link is not None
         assert link.endswith("/api/v1/report?token=a%20b%26c")
         visited.close()
+
+
+def test_page_with_many_ranks_shows_all_numbers_of_the_slow_one_only(
+    source: FixedSource, visit: Visit
+) -> None:
+    """Beyond 16 ranks healthy tiles are short, until all numbers are asked for."""
+    job = sample_job()
+    for rank in range(5, 24):
+        job.ranks[rank] = RankState(rank=rank, pid=1, alive=True)
+    source.publish(shown(job, sample_incidents()))
+    page = visit.page
+    lines = page.locator(".tile .tile-lines:visible")
+    expect(page.locator(".tile")).to_have_count(24)
+    expect(lines).to_have_count(1)
+    assert not visit.has_side_scroll()
+    page.get_by_role("button", name="Numbers of all ranks").click()
+    expect(lines).to_have_count(24)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,20 @@ def test_runbook_links_and_paths_exist(alert: str) -> None:
         assert (file.parent / target).exists(), target
     for path in set(re.findall(r"/api/v1/\w+", file.read_text())):
         assert path in api or path.replace("stream", "") == "/api/v1/", path
+
+
+def test_commands_in_runbooks_exist() -> None:
+    """Nobody types a command at night that the program does not know."""
+    pages = [*(ALERTS / "runbooks").glob("*.md"), ROOT / "docs" / "operations.md"]
+    named = {
+        c for p in pages for c in re.findall(r"ntp-sidecar ([a-z]+)\b(?! is| has)", p.read_text())
+    }
+    assert {"status", "top", "config"} <= named
+    for command in sorted(named):
+        done = subprocess.run(
+            [sys.executable, "-m", "sidecar", command, "--help"], cwd=ROOT, capture_output=True
+        )
+        assert done.returncode == 0, command
 
 
 def test_prometheus_config_is_valid(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_secrets_script_makes_what_the_others_read(
     assert _run_secrets(script, tmp_path) == first
     text = FILE.read_text() + "".join(f.read_text() for f in (ROOT / "alerts").glob("*.yml"))
     assert set(re.findall(r"/run/nutp/(\w[\w.]*)", text)) <= set(first)
-    assert first["sidecar.toml"] == f'token = "{first["token"]}"\n'
+    assert len(set(first.values())) == len(first)
 
 
 def _run_secrets(script: str, folder: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sidecar.cli import main
 from sidecar.config import load
 from sidecar.run import settings_as_environment
 from sidecar.status import find_url, status_lines
+from sidecar.wire.process import is_running
 from sidecar.wire.rundir import SHARED_MEMORY, list_run_dirs
 
 COMMANDS = ("run", "daemon", "status", "top", "config")
@@ -103,12 +105,12 @@ def test_cli_bad_input_one_line_exit_two(
 
 def test_cli_run_passes_the_exit_code_and_output_through() -> None:
     """Stdout is the command's alone; the page's address goes to stderr; the run dir is gone."""
-    before = set(list_run_dirs(SHARED_MEMORY))
-    done = command("run", "--port", "0", "--", sys.executable, "-c", "print('hi'); exit(37)")
+    script = "print('hi'); exit(37)"
+    done = command("run", "--port", "0", "--job-id", "cli-t3", "--", sys.executable, "-c", script)
     assert done.returncode == 37
     assert done.stdout == "hi\n"
     assert "page http://127.0.0.1:" in done.stderr
-    assert set(list_run_dirs(SHARED_MEMORY)) <= before
+    assert "cli-t3" not in [p.name for p in list_run_dirs(SHARED_MEMORY)]
 
 
 def test_cli_run_gives_the_command_its_run_dir() -> None:
@@ -143,6 +145,24 @@ def test_cli_run_dead_sidecar_does_not_stop_the_job() -> None:
     done = command("run", "--port", "0", "--", sys.executable, "-c", script)
     assert (done.returncode, done.stdout) == (0, "alive\n")
     assert "ended before the job" in done.stderr
+
+
+def test_cli_run_killed_leaves_no_sidecar_behind(tmp_path: Path) -> None:
+    """Nobody is left to end it, so the sidecar ends by itself when the job has gone too."""
+    told = tmp_path / "sidecar-pid"
+    script = (
+        "import json, os, pathlib, signal;"
+        "p = pathlib.Path(os.environ['NTP_SIDECAR_RUN_DIR']) / 'daemon.json';"
+        f"pathlib.Path({str(told)!r}).write_text(str(json.loads(p.read_text())['pid']));"
+        "os.kill(os.getppid(), signal.SIGKILL)"
+    )
+    done = command("run", "--port", "0", "--job-id", "cli-t4", "--", sys.executable, "-c", script)
+    assert done.returncode == -9
+    end_s = time.monotonic() + 20
+    while not told.exists() or is_running(int(told.read_text() or 0), 0):
+        assert time.monotonic() < end_s, "the sidecar lives on"
+        time.sleep(0.05)
+    assert "cli-t4" not in [p.name for p in list_run_dirs(SHARED_MEMORY)]
 
 
 def test_cli_run_chosen_port_in_use_starts_nothing() -> None:

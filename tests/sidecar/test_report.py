@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from ntp_core.observe import Reason
 from sidecar.checks.finding import Finding, Severity
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.state import Change, Fault
-from sidecar.report import RunFacts, build_report
+from sidecar.report import RunFacts, build_report, read_outside_facts
 from tests.support.clock import UNIX_OFFSET_NS
 from tests.support.jobs import DrivenJob, plan_of
 
@@ -148,3 +149,30 @@ def test_report_empty_job() -> None:
     assert (report["ranks"], report["steps"], report["replicas"]) == (0, 0, [])
     assert report["loss"] == {"first": None, "last": None}
     assert report["probe"]["ns_per_event"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '{"max_rel_loss_diff_vs_single_process": 1e-7, "signature_verified": true}',
+            {"max_rel_loss_diff_vs_single_process": 1e-7, "signature_verified": True},
+        ),
+        ('{"signature_verified": false, "other": 3}', {"signature_verified": False}),
+        ('{"max_rel_loss_diff_vs_single_process": NaN, "signature_verified": "yes"}', {}),
+        ('{"max_rel_loss_diff_vs_single_process": null}', {}),
+        ("[1]", {}),
+        ("not json", {}),
+    ],
+)
+def test_report_outside_facts_are_checked(
+    tmp_path: Path, text: str, expected: dict[str, object]
+) -> None:
+    """Whoever measured leaves a file; what is not a number or a truth value is unknown."""
+    (tmp_path / "facts.json").write_text(text)
+    assert read_outside_facts(tmp_path) == expected
+
+
+def test_report_without_outside_facts_nothing_is_claimed(tmp_path: Path) -> None:
+    """No file, no claim."""
+    assert read_outside_facts(tmp_path) == {}

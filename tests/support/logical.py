@@ -10,40 +10,58 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ntp_core.plan import Plan
-from ntp_core.units import ModelUnits
+from ntp_core.units import ModelUnits, TensorSpec
 
 Local = Mapping[str, torch.Tensor]
 Whole = dict[str, torch.Tensor]
 
 
-def assemble(plan: Plan, model: ModelUnits, by_rank: Sequence[Local]) -> list[Whole]:
-    """For each replica its whole tensors by name.
+def places_of(plan: Plan, tensor: TensorSpec, rank: int) -> list[int]:
+    """Logical index along the cut dim of each local row (or column) of a rank, in local order.
 
-    Each rank's local rows (or columns) are its units in ascending order; a tensor without units is
-    taken from the replica's first rank, after all its ranks were seen to hold the same bits.
+    A rank keeps its units in ascending order, part after part; the last unit may be shorter.
+    """
+    size = tensor.shape[tensor.dim] // tensor.parts
+    if tensor.kind is None:
+        return list(range(size))
+    replica = next(r for r in plan.replicas if rank in r.ranks)
+    layout = replica.overrides.get((tensor.kind, tensor.layer), replica.layouts[tensor.kind])
+    unit_size = -(-size // plan.counts[tensor.kind])
+    return [
+        part * size + i
+        for part in range(tensor.parts)
+        for a, b in layout.runs[replica.ranks.index(rank)]
+        for i in range(a * unit_size, min(b * unit_size, size))
+    ]
+
+
+def cut(plan: Plan, model: ModelUnits, rank: int, whole: Local) -> Whole:
+    """What a rank holds of whole tensors."""
+    return {
+        t.name: whole[t.name].index_select(t.dim, torch.tensor(places_of(plan, t, rank)).long())
+        for t in model.tensors
+    }
+
+
+def assemble(plan: Plan, model: ModelUnits, by_rank: Sequence[Local]) -> list[Whole]:
+    """For each replica its whole tensors by name; every element must come from just one rank.
+
+    A tensor without units is taken from the replica's first rank, after all its ranks were seen to
+    hold the same bits.
     """
     replicas = []
     for r in plan.replicas:
         whole: Whole = {}
         for t in model.tensors:
-            locals_ = [by_rank[g][t.name] for g in r.ranks]
+            held = [by_rank[g][t.name] for g in r.ranks]
             if t.kind is None:
-                assert all(torch.equal(locals_[0], x) for x in locals_), f"{t.name} differs"
-                whole[t.name] = locals_[0]
+                assert all(torch.equal(held[0], x) for x in held), f"{t.name} differs"
+                whole[t.name] = held[0]
                 continue
-            size = t.shape[t.dim]
-            unit_size = -(-size // plan.counts[t.kind])
-            out = torch.full(t.shape, torch.nan, dtype=locals_[0].dtype)
-            for tp_rank, local in enumerate(locals_):
-                layout = r.overrides.get((t.kind, t.layer), r.layouts[t.kind])
-                places = [
-                    i
-                    for a, b in layout.runs[tp_rank]
-                    for i in range(a * unit_size, min(b * unit_size, size))
-                ]
-                assert local.shape[t.dim] == len(places), f"{t.name} on tp_rank {tp_rank}"
-                out.index_copy_(t.dim, torch.tensor(places, dtype=torch.int64), local)
-            whole[t.name] = out
+            places = [i for g in r.ranks for i in places_of(plan, t, g)]
+            assert sorted(places) == list(range(t.shape[t.dim])), f"{t.name} is not covered once"
+            order = torch.tensor(places).argsort()
+            whole[t.name] = torch.cat(held, dim=t.dim).index_select(t.dim, order)
         replicas.append(whole)
     return replicas
 

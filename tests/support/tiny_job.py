@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from ntp_core.job import TrainConfig
 from ntp_core.llama import LlamaConfig
 from ntp_core.plan import Layout, Plan, ReplicaPlan
+from ntp_core.planner import keep_placement
 from ntp_core.runtime.data import ByteText, standard_library_text
 from ntp_core.units import UnitKind
 
@@ -105,3 +107,16 @@ def scattered(
         replicas.append(ReplicaPlan(ranks=ranks, layouts=layouts, batch=batch))
         first += degree
     return Plan.build(counts, replicas)
+
+
+def reshared(plan: Plan, shares: Sequence[Shares], batches: Sequence[int] | None = None) -> Plan:
+    """The plan with other shares in each replica, moving the fewest units."""
+    replicas = [
+        replace(
+            r,
+            layouts={k: keep_placement(of_kind[k], v) for k, v in r.layouts.items()},
+            batch=r.batch if batches is None else batches[i],
+        )
+        for i, (r, of_kind) in enumerate(zip(plan.replicas, shares, strict=True))
+    ]
+    return Plan.build(plan.counts, replicas, epoch=plan.epoch)

@@ -3,7 +3,7 @@
 import { byId, el, keyed, setBadge, setText } from "./dom.js";
 import * as format from "./format.js";
 
-const LABEL_FROM = 0.07; // narrower segments have no room for their number
+const LABEL_FROM = 0.06; // narrower segments have no room for their number
 const DENSE_FROM = 17; // with so many ranks, healthy ones show only their name and slowness
 
 const detailButton = byId("topology-detail");
@@ -26,9 +26,15 @@ export function renderTopology({ ranks, plan }) {
   keyed(byId("replicas"), groups(ranks, plan), (g) => g.key, createReplica, updateReplica);
 }
 
+/** "TP 3 + TP 2", "6 x TP 8 + TP 7". */
 function planNote(plan) {
-  const degrees = plan.replicas.map((r) => `TP ${r.tp_degree}`).join(" + ");
-  return `${degrees}, ${format.count(plan.global_batch, "sequence")} a step`;
+  const replicasOf = new Map();
+  for (const { tp_degree: degree } of plan.replicas) {
+    replicasOf.set(degree, (replicasOf.get(degree) ?? 0) + 1);
+  }
+  const degrees = [...replicasOf].sort(([a], [b]) => b - a)
+    .map(([degree, n]) => (n > 1 ? `${n} \u00d7 TP ${degree}` : `TP ${degree}`));
+  return `${degrees.join(" + ")}, ${format.count(plan.global_batch, "sequence")} a step`;
 }
 
 /** Replicas of the plan, then ranks that have no place in it. */
