@@ -8,7 +8,6 @@ from ntp_core.faults import Fault, flip_bit
 from ntp_core.job import JobConfig, TrainConfig, even_plan
 from ntp_core.llama import LlamaConfig
 
-
 FLIP = flip_bit(rank=4, tensor="layers.1.down.weight", element=77, bit=18)
 
 

@@ -20,15 +20,6 @@ from sidecar.ingest.state import Change, RankState, StepSample
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reporter:
-    """The newest step counted for a replica, and the process it was counted from."""
-
-    step: int
-    rank: int
-    start_ns: int
-
-
-@dataclass(slots=True, kw_only=True)
 class JobTotals:
     """Running totals of one job."""
 
@@ -40,7 +31,7 @@ class JobTotals:
     incidents: Counter[tuple[str, str]] = field(default_factory=Counter)  # check, severity
     step_seconds: dict[str, BucketCounts] = field(default_factory=dict)  # replica ->
     change_seconds: dict[str, BucketCounts] = field(default_factory=dict)  # reason ->
-    _reporters: dict[str, _Reporter] = field(default_factory=dict)
+    _newest: dict[str, tuple[int, int]] = field(default_factory=dict)  # replica -> step, end
     _fired: set[str] = field(default_factory=set)
 
     def observe_step(
@@ -51,7 +42,7 @@ class JobTotals:
         A replica that is not known is counted under an empty label.
         """
         replica = "" if rank.replica is None else str(rank.replica)
-        if not self._is_news(replica, rank, sample.step):
+        if not self._is_news(replica, rank, sample):
             return
         self.tokens += sample.tokens
         counts = self.step_seconds.setdefault(replica, BucketCounts(STEP_BUCKETS))
@@ -60,13 +51,13 @@ class JobTotals:
         unix_ns = sample.end_ns + rank.start_unix_ns - rank.start_ns if rank.start_unix_ns else None
         counts.observe(seconds, self._exemplar(change, seconds, unix_ns) if change else None)
 
-    def _is_news(self, replica: str, rank: RankState, step: int) -> bool:
-        last = self._reporters.get(replica)
-        # After a restart from a checkpoint steps run again, in a new process.
-        restarted = last and rank.rank == last.rank and rank.start_ns > last.start_ns
-        if last and step <= last.step and not restarted:
+    def _is_news(self, replica: str, rank: RankState, sample: StepSample) -> bool:
+        known = self._newest.get(replica)
+        # Steps run again after a restart from a checkpoint: in a process that did not live yet
+        # when the newest step ended.
+        if known and sample.step <= known[0] and rank.start_ns <= known[1]:
             return False
-        self._reporters[replica] = _Reporter(step=step, rank=rank.rank, start_ns=rank.start_ns)
+        self._newest[replica] = (sample.step, sample.end_ns)
         return True
 
     def _exemplar(self, change: Change, seconds: float, unix_ns: int | None = None) -> Exemplar:

@@ -1,7 +1,8 @@
 """What the sidecar knows about one job, built from records only by `sidecar.ingest`.
 
 Times named `_ns` are the node's monotonic clock unless the name says `unix`. Everything has a
-bound: the deques below, and `MAX_CHANGES` changes. None means "unknown", which is neither good nor bad.
+bound: the deques below, and `MAX_CHANGES` changes. None means "unknown", which is neither good nor
+bad.
 """
 
 from __future__ import annotations

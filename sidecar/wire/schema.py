@@ -13,7 +13,8 @@
     56      u64   seq_end   equal to seq in a whole record
 
 Little endian. The meaning of code, aux, a, b, c, x for each kind stands beside it below;
-enumerations are those of `ntp_core.observe`. A digest travels as the signed 64-bit value of its 16 hex digits.
+enumerations are those of `ntp_core.observe`. A digest travels as the signed 64-bit value of its 16
+hex digits.
 """
 
 from __future__ import annotations

@@ -228,13 +228,19 @@ def test_step_histogram_counts_each_step_of_a_replica_once() -> None:
 
 def test_steps_of_a_restarted_job_are_counted_again() -> None:
     """After a restart from a checkpoint steps run a second time, and take time a second time."""
-    job = JobState(job_id="j", ranks={0: filled.rank_state(0, steps=5)})
+    job = JobState(job_id="j", ranks={r: filled.rank_state(r, steps=5) for r in range(3)})
     exporter = exporter_of(JobView(job=job))
-    job.ranks[0] = filled.rank_state(0, steps=3, pid=77)
-    job.ranks[0].start_ns += 100 * S
+    for rank in range(3):
+        again = filled.rank_state(rank, steps=0, pid=5000 + rank)
+        again.start_ns += 100 * S
+        for number in (4, 5, 6):
+            sample = filled.step(number)
+            sample.end_ns += 100 * S
+            filled.add_step(again, sample)
+        job.ranks[rank] = again
     exporter.follow(job)
     exporter.publish([JobView(job=job)], filled.filled_stats(), NOW_NS)
-    assert value(exporter, "nutp_step_seconds_count", nutp_job="j", replica="0") == 8
+    assert value(exporter, "nutp_step_seconds_count", nutp_job="j", replica="0") == 5 + 3
 
 
 def test_step_exemplar_points_to_the_change_behind_the_step() -> None:
