@@ -68,7 +68,20 @@ class Layout:
 
     def owners(self, num_units: int) -> list[int]:
         """tp_rank of each unit; -1 where none owns it. Raises PlanError when two do."""
+        self.gaps(num_units)
         owner = [-1] * num_units
+        for tp_rank, runs in enumerate(self.runs):
+            for a, b in runs:
+                owner[a:b] = [tp_rank] * (b - a)
+        return owner
+
+    def gaps(self, num_units: int) -> tuple[Run, ...]:
+        """Runs of units that no rank owns. Its cost grows with the runs, not with the units.
+
+        Raises:
+            PlanError: when two ranks own a unit, or a run is not where runs may be.
+        """
+        found: list[tuple[int, int, int]] = []
         for tp_rank, runs in enumerate(self.runs):
             end = -1
             for a, b in runs:
@@ -78,13 +91,16 @@ class Layout:
                         "runs must ascend, apart from each other, inside the units"
                     )
                 end = b
-                for u in range(a, b):
-                    if owner[u] != -1:
-                        raise PlanError(
-                            f"unit {u} is held by tp_rank {owner[u]} and by tp_rank {tp_rank}"
-                        )
-                    owner[u] = tp_rank
-        return owner
+                found.append((a, b, tp_rank))
+        missing: list[Run] = []
+        end, holder = 0, -1
+        for a, b, tp_rank in sorted(found):
+            if a < end:
+                raise PlanError(f"unit {a} is held by tp_rank {holder} and by tp_rank {tp_rank}")
+            if a > end:
+                missing.append((end, a))
+            end, holder = b, tp_rank
+        return (*missing, (end, num_units)) if end < num_units else tuple(missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +149,7 @@ class Plan:
         """
         plan = cls(epoch=epoch, counts=dict(counts), replicas=tuple(replicas))
         _check_ranks(plan)
+        _check_counts(plan)
         for index, r in enumerate(plan.replicas):
             _check_replica(plan, index, r)
         return plan
@@ -193,7 +210,7 @@ class Plan:
             epoch = int(data["epoch"])
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(f"not a plan: {error!r}. Write it with Plan.to_json.") from error
         return cls.build(counts, replicas, epoch=epoch)
 
@@ -226,10 +243,22 @@ def _check_ranks(plan: Plan) -> None:
             seen[g] = index
 
 
+def _check_counts(plan: Plan) -> None:
+    for kind, count in plan.counts.items():
+        if count < 1:
+            raise PlanError(f"the plan counts {count} {kind} units; leave the kind out or count 1")
+
+
 def _check_replica(plan: Plan, index: int, r: ReplicaPlan) -> None:
     if set(r.layouts) != set(plan.counts):
         raise PlanError(
             f"replica {index} has layouts for {sorted(r.layouts)}, the plan counts "
+            f"{sorted(plan.counts)} units"
+        )
+    strange = sorted({k for k, _ in r.overrides} - set(plan.counts))
+    if strange:
+        raise PlanError(
+            f"replica {index} overrides layouts of {strange} units, the plan counts "
             f"{sorted(plan.counts)} units"
         )
     named = [(str(k), k, v) for k, v in r.layouts.items()]
@@ -241,10 +270,9 @@ def _check_replica(plan: Plan, index: int, r: ReplicaPlan) -> None:
                 f"the replica has {len(r.ranks)}"
             )
         try:
-            owners = layout.owners(plan.counts[kind])
+            missing = layout.gaps(plan.counts[kind])
         except PlanError as error:
             raise PlanError(f"replica {index}, {name} units: {error}") from None
-        missing = runs_of(u for u, owner in enumerate(owners) if owner == -1)
         if missing:
             text = ", ".join(f"[{a}, {b})" for a, b in missing)
             raise PlanError(

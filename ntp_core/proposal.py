@@ -81,7 +81,14 @@ class Proposal:
             )
         except InvalidInput:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise InvalidInput(f"not a proposal: {error!r}") from error
 
 

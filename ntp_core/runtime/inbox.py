@@ -17,6 +17,7 @@ from ntp_core.runtime.comm import Comm
 STOP = 1
 PROPOSAL = 2
 STOP_FILE = "stop"
+MAX_REASON_CHARS = 2000
 
 
 class Inbox:
@@ -64,6 +65,8 @@ class Inbox:
         path = self._folder / FILE_NAME
         try:
             path.replace(path.with_suffix(".refused.json"))
-            path.with_suffix(".refused.txt").write_text(why + "\n")
+            # Parts of a hostile file may be in the reason: of any length, of any characters.
+            reason = why[:MAX_REASON_CHARS] + "\n"
+            path.with_suffix(".refused.txt").write_text(reason, "utf-8", "backslashreplace")
         except OSError:
             path.unlink(missing_ok=True)
