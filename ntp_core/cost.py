@@ -1,16 +1,21 @@
-"""How much work a plan gives each rank, in floating-point operations per step.
+"""How much work a plan gives each rank.
 
-Only ratios matter: the planner divides by measured speeds, the sidecar divides measured times by
-the share of work. A multiply-add counts as 2; backward costs twice the forward, so a weight element
-costs 6 per token. Attention scores add 12 * seq * head_dim per token and query head, halved by the
-causal mask (the usual count, e.g. arXiv 2205.05198, appendix).
+Only ratios matter, so a unit of work may be a floating-point operation (`work_of_model`) or a
+second on an undisturbed rank (`ntp_core.runtime.calibrate`): the planner divides by measured
+speeds, the sidecar divides measured times by the share of work.
+
+Operations are counted the usual way (e.g. arXiv 2205.05198, appendix): a multiply-add counts as 2
+and backward costs twice the forward, so a weight costs 6 per token; attention scores add 12 * seq *
+head_dim per token and query head, halved by the causal mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from ntp_core.errors import InvalidInput
 from ntp_core.plan import Plan
 from ntp_core.units import ModelUnits, UnitKind
 
@@ -19,18 +24,18 @@ FLOPS_PER_WEIGHT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Work of a model per token of the batch.
+    """Work of a model per sequence of the batch.
 
     Attributes:
-        unit: kind -> flops per token of one unit, all layers together.
-        rank: flops per token that every rank does whatever its share (norms, residuals).
+        unit: kind -> work of one unit, all layers together.
+        rank: work that every rank does whatever its share (norms, residuals).
     """
 
     unit: Mapping[UnitKind, float]
     rank: float = 0.0
 
     def of_rank(self, plan: Plan, global_rank: int) -> float:
-        """Flops per step and per token position of a sequence, for one rank of a plan."""
+        """Work per step of one rank of a plan."""
         replica, tp_rank = plan.place(global_rank)
         r = plan.replicas[replica]
         units = sum(self.unit[k] * layout.shares[tp_rank] for k, layout in r.layouts.items())
@@ -48,6 +53,19 @@ class Work:
         total = sum(times.values())
         return {g: t / total for g, t in times.items()}
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"unit": {str(k): v for k, v in self.unit.items()}, "rank": self.rank}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Work:
+        """Inverse of `to_json`. Raises InvalidInput on anything else."""
+        try:
+            unit = {UnitKind(k): float(v) for k, v in data["unit"].items()}
+            return cls(unit=unit, rank=float(data["rank"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInput(f"not a description of work: {error!r}") from error
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkShape:
@@ -59,7 +77,7 @@ class WorkShape:
 
 
 def work_of_model(model: ModelUnits, shape: WorkShape) -> Work:
-    """Work from the number of weight elements each unit owns, plus what the shape adds."""
+    """Operations per token, from the weight elements each unit owns and what the shape adds."""
     weights = dict.fromkeys(model.counts, 0.0)
     for t in model.tensors:
         if t.kind is not None:

@@ -34,6 +34,17 @@ class TrainConfig:
     check_every: int = 10
     warmup: int = 10
 
+    def __post_init__(self) -> None:
+        least = {"seq": 1, "check_every": 0, "warmup": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < smallest:
+                raise InvalidInput(f"{name} = {value!r}; give a whole number >= {smallest}")
+        for name in ("lr", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise InvalidInput(f"{name} = {value!r}; give a finite number >= 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
@@ -42,12 +53,15 @@ class JobConfig:
     Attributes:
         steps: most steps to train.
         obey_faults: carry out faults left in the inbox; for tests and the demo only.
+        calibrate: measure what units cost before the first step (about a second), so that ranks are
+            judged and shares made by real costs; otherwise operations are counted.
     """
 
     train: TrainConfig
     plan: Plan
     steps: int
     obey_faults: bool = False
+    calibrate: bool = False
 
     def to_json(self) -> str:
         """Text for a config file."""
@@ -58,6 +72,7 @@ class JobConfig:
             "plan": self.plan.to_json(),
             "steps": self.steps,
             "obey_faults": self.obey_faults,
+            "calibrate": self.calibrate,
         }
         return json.dumps(body, indent=1)
 
@@ -74,10 +89,11 @@ class JobConfig:
                 plan=Plan.from_json(body["plan"]),
                 steps=int(body["steps"]),
                 obey_faults=bool(body.get("obey_faults", False)),
+                calibrate=bool(body.get("calibrate", False)),
             )
         except InvalidInput:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidInput(f"not a job config: {error!r}") from error
 
 

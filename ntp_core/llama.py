@@ -10,6 +10,8 @@ from ntp_core.units import ModelUnits, TensorSpec, UnitKind
 
 A, M, V = UnitKind.ATTENTION, UnitKind.MLP, UnitKind.VOCAB
 
+_BLOCKS = ("mlp_block", "vocab_block")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
@@ -34,13 +36,17 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        for name in ("vocab", "layers", "width", "heads", "kv_heads", "ffn", *_BLOCKS):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ModelMismatch(f"{name} = {size!r}; give a whole number >= 1")
         pairs = {
             "heads": (self.heads, self.kv_heads),
             "width": (self.width, self.heads),
             "ffn": (self.ffn, self.mlp_block),
         }
         for name, (whole, part) in pairs.items():
-            if part < 1 or whole % part:
+            if whole % part:
                 raise ModelMismatch(f"{name} = {whole} is not a multiple of {part}; change either")
 
     @property

@@ -252,14 +252,13 @@ def _check_counts(plan: Plan) -> None:
 def _check_replica(plan: Plan, index: int, r: ReplicaPlan) -> None:
     if set(r.layouts) != set(plan.counts):
         raise PlanError(
-            f"replica {index} has layouts for {sorted(r.layouts)}, the plan counts "
-            f"{sorted(plan.counts)} units"
+            f"replica {index} has layouts for {sorted(map(str, r.layouts))}, the plan counts "
+            f"{sorted(map(str, plan.counts))} units"
         )
-    strange = sorted({k for k, _ in r.overrides} - set(plan.counts))
+    strange = sorted({str(k) for k, _ in r.overrides if k not in plan.counts})
     if strange:
         raise PlanError(
-            f"replica {index} overrides layouts of {strange} units, the plan counts "
-            f"{sorted(plan.counts)} units"
+            f"replica {index} overrides layouts of {strange} units, which the plan does not count"
         )
     named = [(str(k), k, v) for k, v in r.layouts.items()]
     named += [(f"{k} in layer {layer}", k, v) for (k, layer), v in r.overrides.items()]

@@ -22,7 +22,7 @@ class Prediction:
     """What a plan should take, with given speeds.
 
     Attributes:
-        step_s: the slowest rank's own work per step.
+        step_s: the ranks' own work per step, each waiting for the slowest after each block.
         ideal_s: the same if work could be cut into any fraction over all ranks.
     """
 
@@ -45,8 +45,12 @@ def measured_speeds(busy_s: Mapping[int, float], plan: Plan, work: Work) -> dict
 
 
 def predict(plan: Plan, work: Work, speeds: Mapping[int, float]) -> Prediction:
-    """Time of a plan's slowest rank, and the ideal that no cut can beat."""
-    times = [work.of_rank(plan, g) / speeds[g] for g in plan.ranks]
+    """Time of a plan's slowest replica, and the ideal that no cut can beat.
+
+    In a replica all ranks wait for each other after each block, so a kind of block takes the time
+    of its own slowest rank: a light share of one kind does not make up for a heavy one of another.
+    """
+    times = [r.batch * _sequence_s(r, work, speeds, plan.counts) for r in plan.replicas]
     total = sum(work.of_rank(plan, g) for g in plan.ranks)
     return Prediction(step_s=max(times), ideal_s=total / sum(speeds[g] for g in plan.ranks))
 
@@ -65,15 +69,9 @@ def rebalance(plan: Plan, work: Work, speeds: Mapping[int, float]) -> Plan:
 def _rebalance_replica(
     r: ReplicaPlan, work: Work, speeds: Mapping[int, float], counts: Mapping[UnitKind, int]
 ) -> ReplicaPlan:
-    # The work that every rank does goes with the kinds in proportion to their size, so that each
-    # barrier sees its part of a slow rank's fixed cost.
-    total = sum(work.unit[k] * n for k, n in counts.items())
     layouts: dict[UnitKind, Layout] = {}
     for kind, present in r.layouts.items():
-        part = work.rank * (work.unit[kind] * counts[kind] / total if total else 0.0)
-        costs = [
-            RankCost(unit_s=work.unit[kind] / speeds[g], start_s=part / speeds[g]) for g in r.ranks
-        ]
+        costs = _costs(r, kind, work, speeds, counts)
         shares = min_max_shares(counts[kind], costs, present=present.shares)
         layouts[kind] = keep_placement(shares, present)
     return replace(r, layouts=layouts, overrides={})
@@ -84,11 +82,37 @@ def _batch_shares(
 ) -> tuple[int, ...]:
     costs = []
     for index, r in enumerate(replicas):
-        one = replace(r, batch=1)
-        trial = Plan(epoch=0, counts=plan.counts, replicas=(one,))
-        slowest = max(work.of_rank(trial, g) / speeds[g] for g in r.ranks)
-        if slowest <= 0:
+        sequence_s = _sequence_s(r, work, speeds, plan.counts)
+        if sequence_s <= 0:
             raise PlanError(f"replica {index} would do no work at all")
-        costs.append(RankCost(unit_s=slowest))
+        costs.append(RankCost(unit_s=sequence_s))
     present = [r.batch for r in plan.replicas]
     return min_max_shares(plan.global_batch, costs, present=present, least=1)
+
+
+def _sequence_s(
+    r: ReplicaPlan, work: Work, speeds: Mapping[int, float], counts: Mapping[UnitKind, int]
+) -> float:
+    """Time of one sequence in a replica: for each kind that of its slowest rank."""
+    total = 0.0
+    for kind, layout in r.layouts.items():
+        costs = _costs(r, kind, work, speeds, counts)
+        total += max(c.time_s(n) for c, n in zip(costs, layout.shares, strict=True))
+    return total
+
+
+def _costs(
+    r: ReplicaPlan,
+    kind: UnitKind,
+    work: Work,
+    speeds: Mapping[int, float],
+    counts: Mapping[UnitKind, int],
+) -> list[RankCost]:
+    """Time of each rank for its units of one kind.
+
+    The work that every rank does goes with the kinds in proportion to their size, so that each
+    barrier sees its part of a slow rank's fixed cost.
+    """
+    total = sum(work.unit[k] * n for k, n in counts.items())
+    part = work.rank * (work.unit[kind] * counts[kind] / total if total else 0.0)
+    return [RankCost(unit_s=work.unit[kind] / speeds[g], start_s=part / speeds[g]) for g in r.ranks]

@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
 from sidecar.config import Config, ConfigError
 from sidecar.export.otel import ChangeTracer
 from sidecar.incidents.tracker import Transition
 from sidecar.ingest.state import Change
+from sidecar.notify.alertmanager import AlertmanagerClient, AlertmanagerFeed
 from sidecar.notify.events import WebhookFormat, change_event, incident_event
 from sidecar.notify.outbox import Outbox
 from sidecar.notify.sender import Sender, SenderCounts
@@ -103,6 +102,17 @@ def make_tracer(config: Config, env: Mapping[str, str] = os.environ) -> ChangeTr
     Raises:
         InvalidInput: the variables ask for something that is not built in.
     """
-    if not config.otlp_endpoint:
-        return ChangeTracer.from_environment(env)
-    return ChangeTracer(OTLPSpanExporter(endpoint=config.otlp_endpoint.rstrip("/") + "/v1/traces"))
+    if config.otlp_endpoint:
+        env = {**env, "OTEL_EXPORTER_OTLP_ENDPOINT": config.otlp_endpoint}
+    return ChangeTracer.from_environment(env)
+
+
+def make_alertmanager_feed(config: Config) -> AlertmanagerFeed | None:
+    """Keeps an Alertmanager up to date, if one is set.
+
+    Raises:
+        InvalidInput: its URL has a wrong form.
+    """
+    if not config.alertmanager_url:
+        return None
+    return AlertmanagerFeed(AlertmanagerClient(config.alertmanager_url))

@@ -33,10 +33,11 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class CheckInfo:
-    """One check: what it watches, and the alert that pages for it."""
+    """One check: what it watches, how loud it is, and the alert that pages for it."""
 
     name: str
     family: str
+    severity: str
     alert: str
     help: str
 
@@ -139,22 +140,27 @@ CHECKS: tuple[CheckInfo, ...] = (
     CheckInfo(
         "slow_rank",
         "time",
+        "warning",
         "NutpRankSlow",
         "One rank needs longer for its share of the plan than its peers for theirs.",
     ),
     CheckInfo(
         "no_progress",
         "time",
+        "critical",
         "NutpJobStuck",
         "Ranks live but commit no step; names the rank that never arrived at the collective.",
     ),
     CheckInfo(
         "replica_divergence",
         "state",
+        "critical",
         "NutpReplicaDiverged",
         "Replicas hold different parameters.",
     ),
-    CheckInfo("dead_rank", "time", "NutpRankDead", "A rank's process is gone without goodbye."),
+    CheckInfo(
+        "dead_rank", "time", "critical", "NutpRankDead", "A rank's process is gone without goodbye."
+    ),
 )
 
 SPAN_CHANGE = "nutp.allocation_change"

@@ -81,6 +81,7 @@ class Config:
     judge_steps: int = _setting(5, "steps that judge a change", least=1, most=200)
     webhook_url: str = _setting("", "where incidents are sent; empty sends none")
     webhook_secret: str = _setting("", "signing secret (whsec_...) of the webhook", is_secret=True)
+    alertmanager_url: str = _setting("", "Alertmanager that incidents are posted to; empty: none")
     webhook_format: str = _setting("nutp", "body of a webhook", choices=("nutp", "alertmanager"))
     state_dir: str = _setting(
         "", "directory for the webhook outbox and secret; empty: ~/.local/state/ntp-sidecar"

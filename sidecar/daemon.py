@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from sidecar.advice import Planner
-from sidecar.announce import Webhooks, make_tracer
+from sidecar.announce import Webhooks, make_alertmanager_feed, make_tracer
 from sidecar.checks.finding import Check
 from sidecar.config import Config
 from sidecar.export.prometheus import Exporter
@@ -95,6 +95,7 @@ class Daemon:
         self._published = Published(self._lock, self._snapshot, self._watching)
         self._tracer = make_tracer(config)
         self._webhooks = Webhooks(config, self.job.job_id) if config.webhook_url else None
+        self._alertmanager = make_alertmanager_feed(config)
         app = create_app(
             self._published,
             token=config.token or None,
@@ -128,6 +129,8 @@ class Daemon:
         self._web.start()
         if self._webhooks is not None:
             self._webhooks.start()
+        if self._alertmanager is not None:
+            self._alertmanager.start()
         self._claim()
         self._thread = threading.Thread(target=self._run, name="tick", daemon=True)
         self._thread.start()
@@ -143,6 +146,8 @@ class Daemon:
         self._web.stop()
         if self._webhooks is not None:
             self._webhooks.stop()
+        if self._alertmanager is not None:
+            self._alertmanager.stop()
         self._tracer.shutdown()
         self._ingest.close()
 
@@ -186,6 +191,8 @@ class Daemon:
         return applied, ticked
 
     def _announce(self, ticked: Ticked) -> None:
+        if self._alertmanager is not None:
+            self._alertmanager.update(self.job.job_id, self.incidents)
         if self._webhooks is not None:
             self._webhooks.incidents(ticked.transitions)
             self._webhooks.changes(ticked.ended, self._unix_offset_ns)
@@ -237,7 +244,7 @@ class Daemon:
         wall_s = usage.at_s - self._started.at_s
         return RunFacts(
             unix_offset_ns=self._unix_offset_ns,
-            loss_first=self._watch.loss_first,
+            loss_first=self.job.loss_first,
             webhooks_sent=self._webhooks.sent if self._webhooks else 0,
             webhooks_delivered=self._webhooks.counts().delivered if self._webhooks else 0,
             cpu_ratio=(usage.cpu_s - self._started.cpu_s) / wall_s if wall_s > 0 else None,

@@ -38,18 +38,13 @@ class Ticked:
 
 @dataclass(slots=True, kw_only=True)
 class JobWatch:
-    """State, checks and incidents of one job.
-
-    Attributes:
-        loss_first: loss of the first step that was read, None before it.
-    """
+    """State, checks and incidents of one job."""
 
     job: JobState
     checks: Sequence[Check]
     tracker: IncidentTracker
     desk: ProposalDesk
     judge: ChangeJudge
-    loss_first: float | None = None
     _runs: Counter[str] = field(default_factory=Counter)
     _failures: Counter[str] = field(default_factory=Counter)
     _ready: set[str] = field(default_factory=set)
@@ -125,10 +120,10 @@ class JobWatch:
         return fresh
 
     def _note_first_loss(self) -> None:
-        if self.loss_first is None:
+        if self.job.loss_first is None:
             first = [r.steps[0] for r in self.job.ranks.values() if r.steps]
             if first:
-                self.loss_first = min(first, key=lambda s: s.step).loss
+                self.job.loss_first = min(first, key=lambda s: s.step).loss
 
 
 @dataclass(slots=True)

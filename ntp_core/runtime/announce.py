@@ -24,6 +24,6 @@ def announce_plan(
     body = {
         "plan": plan.to_json(),
         "model": model.to_json(),
-        "work": {"unit": {str(k): v for k, v in work.unit.items()}, "rank": work.rank},
+        "work": work.to_json(),
     }
     observer.plan(plan.epoch, plan.digest, json.dumps(body, sort_keys=True), shares[rank])

@@ -128,7 +128,8 @@ class Changer:
         now, offset = time.monotonic_ns(), time.time_ns() - time.monotonic_ns()
         if proposal.detected_unix_ns and proposal.decided_unix_ns:
             detected, decided = (
-                max(0, min(t - offset, now)) for t in (proposal.detected_unix_ns, proposal.decided_unix_ns)
+                max(0, min(t - offset, now))
+                for t in (proposal.detected_unix_ns, proposal.decided_unix_ns)
             )
             tell, epoch = self._comm.observer.change_phase, proposal.plan.epoch
             tell(epoch, ChangePhase.DETECT, detected, decided, 0)

@@ -18,14 +18,18 @@ from pathlib import Path
 
 import torch
 
+from ntp_core.cost import Work
 from ntp_core.errors import InvalidInput, NtpError
 from ntp_core.job import JobConfig
 from ntp_core.observe import NULL_OBSERVER, Observer
+from ntp_core.runtime.calibrate import measure_work
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.data import ByteText, standard_library_text
 from ntp_core.runtime.faults import Faults
 from ntp_core.runtime.inbox import Inbox
 from ntp_core.runtime.trainer import Trainer
+
+NUM_BYTES = 256
 
 
 def load_observer(name: str | None) -> Observer:
@@ -48,6 +52,10 @@ def load_observer(name: str | None) -> Observer:
 def run_rank(config: JobConfig, losses: Path | None = None) -> None:
     """Train as the rank that the environment names, to the end."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if config.train.model.vocab < NUM_BYTES:
+        raise InvalidInput(
+            f"vocab = {config.train.model.vocab}: the text's tokens are bytes; give at least 256"
+        )
     if config.plan.ranks != tuple(range(world_size)):
         raise InvalidInput(
             f"the plan places ranks {list(config.plan.ranks)}, WORLD_SIZE is {world_size}; "
@@ -62,13 +70,25 @@ def run_rank(config: JobConfig, losses: Path | None = None) -> None:
     folder = os.environ.get("NTP_INBOX")
     inbox = None if not folder else Path(folder)
     faults = Faults(rank, observer, folder=inbox if config.obey_faults else None)
-    trainer = Trainer(config.train, config.plan, comm, text, faults, Inbox(inbox, rank))
     try:
+        work = shared_work(config, comm) if config.calibrate else None
+        trainer = Trainer(config.train, config.plan, comm, text, faults, Inbox(inbox, rank), work)
         kept = [r.loss for r in trainer.train(config.steps)]
     finally:
         comm.close()
     if losses is not None and rank == 0:
         losses.write_text(json.dumps(kept))
+
+
+def shared_work(config: JobConfig, comm: Comm) -> Work:
+    """Work as rank 0 measures it while the others wait; the same on every rank."""
+    data = None
+    if comm.rank == 0:
+        r = config.plan.replicas[0]
+        data = json.dumps(measure_work(config.train, len(r.ranks), r.batch).to_json()).encode()
+    if len(comm.world) > 1:
+        data = comm.broadcast_bytes(data, 0)
+    return Work.from_json(json.loads(data or b"{}"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         run_rank(JobConfig.from_json(args.config.read_text()), args.losses)
-    except (OSError, InvalidInput) as error:
+    except (OSError, InvalidInput, UnicodeDecodeError) as error:
         sys.stderr.write(f"train: {error}\n")
         return 2
     except NtpError as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ntp_core.cost import Work
 from ntp_core.errors import DivergenceUnresolved, PlanError
 from ntp_core.faults import When
 from ntp_core.job import TrainConfig
@@ -47,7 +48,11 @@ class StepResult:
 
 
 class Trainer:
-    """A rank's part of the job. All ranks build it with the same arguments but `comm`."""
+    """A rank's part of the job. All ranks build it with the same arguments but `comm`.
+
+    Args:
+        work: what units cost; default: by counting operations.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class Trainer:
         text: ByteText,
         faults: Faults | None = None,
         inbox: Inbox | None = None,
+        work: Work | None = None,
     ) -> None:
         if plan.ranks != comm.world:
             raise PlanError(
@@ -74,7 +80,7 @@ class Trainer:
         group = TensorParallelGroup(comm, plan.replicas[plan.place(comm.rank)[0]].ranks)
         self.model = Llama(config.model, group, plan, comm.rank, config.seed)
         self.optimizer = _adamw(self.model, config)
-        self.work = config.model.work(config.seq)
+        self.work = work or config.model.work(config.seq)
         self.changer = Changer(comm, self.model, self.optimizer, seed=config.seed)
         self.speeds: Mapping[int, float] = {}
         self._adopt(plan)

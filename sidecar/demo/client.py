@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,18 @@ class StoryBroken(Exception):
     """What should have happened did not; the message says what and what was seen instead."""
 
 
+class CannotStart(Exception):
+    """The demo cannot begin with what it was given; the message is one line."""
+
+
 class Api:
     """A client of one sidecar."""
 
     def __init__(self, url: str, alive: Callable[[], str]) -> None:
         """`alive` returns "" while the job and the sidecar run, else what is wrong."""
-        self._client = httpx.Client(base_url=url, timeout=10.0, trust_env=False)
+        token = os.environ.get("NTP_SIDECAR_TOKEN", "")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.Client(base_url=url, timeout=10.0, trust_env=False, headers=headers)
         self._alive = alive
 
     def get(self, path: str) -> Data:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sidecar.demo.client import StoryBroken
+from sidecar.demo.client import CannotStart, StoryBroken
 from sidecar.demo.scenario import Scenario
 from sidecar.demo.stage import build_stage
 from sidecar.demo.story import Story, shortened
@@ -41,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     try:
         return _play(args, console)
+    except CannotStart as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_INPUT
     except StoryBroken as error:
         console.print(f"[bold red]broken[/]  {error}", markup=True)
         return BROKEN
@@ -57,7 +60,7 @@ def _play(args: argparse.Namespace, console: Console) -> int:
     teller = Teller(console)
     teller.line(
         "demo",
-        f"{scenario.num_ranks} ranks train a byte-level Llama of 1.2 million "
+        f"{scenario.num_ranks} ranks train a byte-level Llama of 4.5 million "
         "weights on the source of Python's standard library: no GPU, no network",
     )
     with build_stage(scenario, args.port) as stage:

@@ -21,7 +21,11 @@ class DutyCycle:
     def __init__(self, pid: int, on_ms: float, off_ms: float) -> None:
         self.pid = pid
         command = [sys.executable, "-m", "sidecar.demo.duty", str(pid), str(on_ms), str(off_ms)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it has begun
 
     def stop(self) -> None:
         """Let the process run freely again."""
@@ -57,6 +61,8 @@ def _send(pid: int, number: int) -> bool:
 def cycle(pid: int, on_s: float, off_s: float, stdin: int) -> None:
     """Stop and continue `pid` until `stdin` closes or the process is gone."""
     try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
         while _send(pid, signal.SIGSTOP):
             if select.select([stdin], [], [], off_s)[0]:
                 return

@@ -28,7 +28,7 @@ class Scenario:
 
     degrees: tuple[int, ...] = (3, 2)
     batch: int = 10
-    seq: int = 256
+    seq: int = 64
     healthy_steps: int = 30
     slow_rank: int = 1
     on_ms: float = 1.2
@@ -52,10 +52,12 @@ class Scenario:
         return self._config((1,), steps, obey_faults=False)
 
     def _config(self, degrees: tuple[int, ...], steps: int, *, obey_faults: bool) -> JobConfig:
-        model = LlamaConfig()
+        # Wide for its depth: most of a step is matrix products, which shares can divide.
+        model = LlamaConfig(width=384, ffn=1536, mlp_block=32)
         return JobConfig(
             train=TrainConfig(model=model, seq=self.seq, lr=1e-3, check_every=1),
             plan=even_plan(model, degrees, self.batch),
             steps=steps,
             obey_faults=obey_faults,
+            calibrate=obey_faults,
         )

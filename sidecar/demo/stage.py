@@ -6,11 +6,9 @@ import contextlib
 import ctypes
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from ntp_core.job import JobConfig
 from sidecar.daemon import read_address
-from sidecar.demo.client import StoryBroken
+from sidecar.demo.client import CannotStart, StoryBroken
 from sidecar.demo.scenario import Scenario
 from sidecar.launch import child_environment
 from sidecar.notify.receiver import WebhookReceiver
@@ -27,6 +25,7 @@ from sidecar.wire.rundir import create_run_dir, default_base, remove_run_dir, re
 
 START_S = 30.0
 STOP_S = 10.0
+BAD_INPUT = 2
 ENGINE_OBSERVER = "sidecar.probe.attach:attach_engine"
 _PR_SET_PDEATHSIG = 1
 
@@ -37,7 +36,7 @@ class Stage:
 
     Attributes:
         run_dir: where rings lie, and where faults, proposals and the wish to stop are left.
-        work_dir: configs, losses, logs and the webhook outbox; removed at the end.
+        work_dir: configs, losses, logs and the webhook outbox.
         job, sidecar: processes.
     """
 
@@ -70,13 +69,13 @@ def build_stage(scenario: Scenario, port: int | None) -> Iterator[Stage]:
         port: of the page; None takes 9440, or any free one when that is taken.
     """
     with ExitStack() as stack:
-        work_dir = Path(tempfile.mkdtemp(prefix="nutp-demo-"))
-        stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
         base = default_base()
         remove_stale(base)
         job_id = f"demo-{secrets.token_hex(3)}"
         run_dir = create_run_dir(job_id, base)
         stack.callback(remove_run_dir, run_dir)
+        work_dir = run_dir / "demo"  # goes with it, also when a later start clears what was left
+        work_dir.mkdir(mode=0o700)
         secret = load_secret(work_dir, environ={})
         receiver = stack.enter_context(WebhookReceiver(secret))
         sidecar = _start_sidecar(run_dir, work_dir, receiver.url, port)
@@ -140,6 +139,9 @@ def _wait_for_page(run_dir: Path, work_dir: Path, sidecar: subprocess.Popen[byte
         except subprocess.TimeoutExpired:
             continue
         break
+    if sidecar.poll() == BAD_INPUT:  # it has said why, in one line
+        lines = (work_dir / "sidecar.log").read_text().strip().splitlines()
+        raise CannotStart(lines[-1] if lines else "the sidecar refused its settings")
     raise StoryBroken(f"the sidecar did not start{_tail(work_dir)}")
 
 

@@ -70,9 +70,9 @@ class Story:
     def _slow_rank(self) -> None:
         s, rank = self._scenario, self._scenario.slow_rank
         pid = next(r["pid"] for r in self._api.get("/api/v1/ranks")["ranks"] if r["rank"] == rank)
-        since = self._api.job()["step"]
-        leave_fault(self._stage.run_dir, slow(rank))
         with DutyCycle(pid, s.on_ms, s.off_ms):
+            since = self._api.job()["step"]
+            leave_fault(self._stage.run_dir, slow(rank))
             self._tell.line(
                 "fault",
                 f"rank {rank} is stopped for {s.off_ms:g} ms after every {s.on_ms:g} ms "
@@ -84,8 +84,8 @@ class Story:
             self._await_webhook(incident["id"])
             self._await_change("rank_slow", incident["id"])
             self._await_judgement("rank_slow")
-            self._await_resolved(incident["id"])
-        self._tell.line("note", f"rank {rank} runs freely again", "dim")
+        self._tell.line("fault over", f"rank {rank} runs freely again", "yellow")
+        self._await_resolved(incident["id"])
 
     def _flipped_bit(self) -> None:
         fault, since = self._scenario.flip, self._api.job()["step"]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 
+from ntp_core.observe import ChangeStatus, Reason
+from sidecar.catalog import CHECKS
 from sidecar.export.families import Series
 from sidecar.export.job_totals import JobTotals
 from sidecar.export.selfstats import JobView, SidecarStats
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.state import JobState, RankState
 from sidecar.view import CheckRow
+
+CHANGE_REASONS = tuple(r.name.lower() for r in Reason if r is not Reason.START)
+CHANGE_STATUSES = tuple(s.name.lower() for s in ChangeStatus)
 
 
 def job_series(job: str, view: JobView, totals: JobTotals) -> list[Series]:
@@ -86,9 +92,10 @@ def _state(rank: RankState) -> str:
 
 
 def _allocation(job: str, state: JobState, totals: JobTotals) -> list[Series]:
+    # From 0 on, so that the first change is an increase and not a new series.
     series: list[Series] = [
-        ("nutp_allocation_changes", (job, reason, status), count)
-        for (reason, status), count in totals.changes.items()
+        ("nutp_allocation_changes", (job, *pair), totals.changes[pair])
+        for pair in product(CHANGE_REASONS, CHANGE_STATUSES)
     ]
     if state.plan is not None:
         series.append(("nutp_plan_epoch", (job,), state.plan.epoch))
@@ -114,8 +121,9 @@ def _incidents(job: str, incidents: Iterable[Incident], totals: JobTotals) -> li
         if i.state is IncidentState.FIRING
     )
     series: list[Series] = []
-    # A pair that fired once stays, at 0: an alert then sees it clear instead of vanish.
-    for key in sorted(totals.incidents.keys() | firing.keys()):
+    # From 0 on, and at 0 again afterwards: an alert sees the first one come, and the last one go.
+    usual = {(c.name, c.severity) for c in CHECKS}
+    for key in sorted(usual | totals.incidents.keys() | firing.keys()):
         series.append(("nutp_incidents_firing", (job, *key), firing[key]))
         series.append(("nutp_incidents", (job, *key), totals.incidents[key]))
     return series

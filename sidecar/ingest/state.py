@@ -165,6 +165,7 @@ class JobState:
     identical_steps: int = 0  # checked steps at which all replicas were equal
     checked_steps: int = 0
     faults: deque[Fault] = field(default_factory=lambda: deque(maxlen=256))
+    loss_first: float | None = None  # mean loss per token of the first step that was read
     bad_rings: int = 0
     bad_records: int = 0
 

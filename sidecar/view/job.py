@@ -31,7 +31,7 @@ def job_view(
         "job_id": job.job_id,
         "step": _step(job),
         "loss": _finite(lead.loss) if lead else None,
-        "loss_first": _finite(_loss_first(lead)) if lead else None,
+        "loss_first": _finite(job.loss_first),
         "gradient_norm": _finite(lead.grad_norm) if lead else None,
         "world_size": max((r.world_size for r in ranks), default=0) or None,
         "ranks_alive": sum(r.alive is True for r in ranks),
@@ -61,13 +61,6 @@ def _lead(ranks: list[RankState]) -> RankState | None:
     """The rank that speaks for the job: the furthest, then the lowest. All report its loss."""
     known = [r for r in ranks if r.loss is not None]
     return max(known, key=lambda r: (r.step, -r.rank), default=None)
-
-
-def _loss_first(lead: RankState) -> float | None:
-    """Loss of the first step, as long as that step is kept."""
-    if not lead.steps or lead.steps_total > STEPS_KEPT:
-        return None
-    return lead.steps[0].loss
 
 
 def _finite(value: float | None) -> float | None:

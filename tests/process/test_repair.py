@@ -39,7 +39,7 @@ def clean(rank_pool: RankPool) -> dict[str, list[Told]]:
 def check_repaired(
     told: list[Told], clean: list[Told], plan: Plan, faults: tuple[Fault, ...], blame: Blame
 ) -> None:
-    """Each fault fired, its rank was named and repaired, and the run is the clean one, bit by bit."""
+    """Each fault fired, its rank was named and repaired, and the run equals the clean one."""
     for rank, (t, c) in enumerate(zip(told, clean, strict=True)):
         fired = [f for f in faults if f.rank == rank]
         assert len(fired) == len(calls_of(t.calls, "fault_injected"))
