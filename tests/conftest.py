@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.rank_pool import RankPool
+if TYPE_CHECKING:
+    from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Real rank processes that run test bodies; they start at the first use."""
+    # Imports torch, which tests of the sidecar alone need not wait for.
+    from tests.support.rank_pool import RankPool
+
     with RankPool(tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
 

@@ -38,8 +38,6 @@ class GradientSync:
             self._sum(grads, self._comm.world)
 
     def _sum(self, views: list[torch.Tensor], ranks: Ranks) -> None:
-        """Sum views whose first dim is the cut one: neighbours joined here may lie apart on other
-        ranks, and only line after line is the order of the elements the same for both."""
         flat = torch.cat([v.reshape(-1) for v in views])
         self._comm.all_reduce(flat, ranks)
         start = 0
@@ -55,8 +53,7 @@ class GradientSync:
 
     def _view(self, span: Span) -> torch.Tensor:
         index, start, stop = span
-        dim = self._shards.shards[index].spec.dim
-        return self._grad(index).narrow(dim, start, stop - start).movedim(dim, 0)
+        return self._grad(index).narrow(self._shards.shards[index].spec.dim, start, stop - start)
 
 
 def groups_of(placement: Placement) -> list[Ranks]:

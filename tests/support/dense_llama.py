@@ -96,7 +96,8 @@ class DenseTrainer:
         future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
         probs_BHTT = scores_BHTT.masked_fill(future, -torch.inf).softmax(-1)
         out_BTD = (probs_BHTT @ v).transpose(1, 2).reshape(batch, seq, -1)
-        return out_BTD @ w[layer + "o.weight"].T
+        projected: torch.Tensor = out_BTD @ w[layer + "o.weight"].T
+        return projected
 
 
 def _rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
