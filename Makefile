@@ -11,8 +11,7 @@ install: $(STAMP)
 
 $(STAMP):
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) setuptools wheel
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[train,dev]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[train,dev]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
