@@ -13,7 +13,7 @@ import pytest
 from ntp_core.observe import ChangeStatus
 from sidecar.checks.finding import Severity
 from sidecar.incidents.incident import IncidentState
-from sidecar.ingest.state import STEPS_KEPT, JobState, RankState
+from sidecar.ingest.state import JobState, RankState
 from sidecar.view import (
     CheckRow,
     changes_view,
@@ -129,11 +129,11 @@ def test_job_view_after_the_last_rank_left_keeps_its_step() -> None:
     assert (view["step"], view["ranks_alive"], view["ranks_dead"]) == (41, 0, 0)
 
 
-def test_job_view_first_loss_is_unknown_once_forgotten() -> None:
-    """A kept step that is not the first is never passed off as the first."""
+def test_job_view_first_loss_outlives_its_step() -> None:
+    """The first loss stays known when its step is no longer kept."""
     job = sample_job()
-    job.ranks[0].steps_total = STEPS_KEPT + 1
-    assert job_view(job, [], now_ns=NOW_NS)["loss_first"] is None
+    job.ranks[0].steps.popleft()
+    assert job_view(job, [], now_ns=NOW_NS)["loss_first"] == pytest.approx(5.325)
 
 
 def test_job_view_a_repeated_step_counts_once() -> None:

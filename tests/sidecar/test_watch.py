@@ -114,4 +114,4 @@ def test_watch_first_loss_is_kept(tmp_path: Path) -> None:
     """The report's first loss is that of step 1, however long the run."""
     story = Story(tmp_path)
     story.steps(3, {})
-    assert story.watch.loss_first == 5.0 * 0.99
+    assert story.watch.job.loss_first == 5.0 * 0.99

@@ -73,6 +73,7 @@ def sample_job(steps: int = STEPS) -> JobState:
     if steps > CHANGE_STEP:
         job.changes.append(_change(even, uneven))
     job.identical_steps = job.checked_steps = steps
+    job.loss_first = _loss(1) if steps else None
     return job
 
 
