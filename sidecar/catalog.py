@@ -73,7 +73,13 @@ METRICS: tuple[Metric, ...] = (
         _RANK,
         "Busy time divided by the plan's share, over the median of all ranks; 1 is normal.",
     ),
-    Metric("nutp_rank_share_ratio", _G, "ratio", _RANK, "Share of the job's work by the plan."),
+    Metric(
+        "nutp_rank_share_ratio",
+        _G,
+        "ratio",
+        _RANK,
+        "Share of the job's own time that the plan expects of a rank.",
+    ),
     Metric(
         "nutp_rank_phase_seconds",
         _C,

@@ -28,6 +28,9 @@ def repair(
 ) -> Plan | None:
     """Copy right bits over wrong ones and compare again. Every rank takes part.
 
+    Args:
+        step: the step in which the difference was found; it is not committed yet.
+
     Returns:
         The plan under its next epoch, or None when nothing tells which bits are right: then the
         job goes on and the observer has been told so.
@@ -39,7 +42,7 @@ def repair(
     if not todo:
         return None
     new = plan.with_epoch(plan.epoch + 1)
-    observer.change_begin(new.epoch, Reason.REPAIR, plan.digest, new.digest, step)
+    observer.change_begin(new.epoch, Reason.REPAIR, plan.digest, new.digest, step - 1)
     params: list[torch.Tensor] = [p.data for p in shards.params]
     begin = time.monotonic_ns()
     moved = copy_blocks(comm, shards, [params], todo).bytes_received

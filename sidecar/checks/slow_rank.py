@@ -182,7 +182,7 @@ def _finding(job: JobState, table: _Table, rank: int, ratio: float) -> Finding:
         signals={
             "slowness": f"{ratio:.2f}x its peers",
             "busy_time": f"{busy_s:.4g} s per step",
-            "share": f"{100 * (own.work or 0):.1f} % of the job's work",
+            "share": f"{100 * (own.work or 0):.1f} % of the job's own time is expected of it",
             "peers_median": f"{norm:.4g} s for the same share",
             "step_time": f"{median(s.duration_ns for s in newest.values()) / 1e9:.4g} s",
             "steps_judged": f"{table.steps[0][rank].step} to {own.step}",

@@ -20,7 +20,8 @@ MAX_CHANGES = 256
 
 @dataclass(slots=True, kw_only=True)
 class StepSample:
-    """One committed step of one rank. `work` is the rank's share of the job's work at that time."""
+    """One committed step of one rank. `work` is the share of the job's own time that the
+    plan then in force expects of the rank."""
 
     step: int
     end_ns: int

@@ -96,7 +96,7 @@ function updateCut(node, { kind, shares, ranks }) {
 
 function createTile(rank) {
   const lines = el("dl", "tile-lines");
-  for (const name of ["Work", "Busy", "Wait", "Units", "Heard"]) {
+  for (const name of ["Expected", "Busy", "Wait", "Units", "Heard"]) {
     lines.append(el("dt", "", name), el("dd"));
   }
   const share = el("span", "meter-fill");
