@@ -147,8 +147,8 @@ SPEED = (
     ),
     Panel(
         title="Share of work",
-        description="Share of the job's own time that the plan expects of each rank: its work over the "
-        "speed the plan was made for. Uneven on purpose.",
+        description="Share of the job's own time that the plan expects of each rank: its work over "
+        "the speed the plan was made for. Uneven on purpose.",
         unit="percentunit",
         queries={"rank {{rank}}": f"max by (rank) (nutp_rank_share_ratio{{{RANK}}})"},
         stacked=True,
