@@ -32,7 +32,7 @@ class TensorSpec:
 
     Attributes:
         name: the parameter's name in the whole model.
-        shape: logical shape, 1 or 2 dims.
+        shape: logical shape.
         kind: which units cut it, or None for a tensor that every rank holds whole.
         layer: index of its layer, or -1 outside layers.
         dim: the dim that is cut.
@@ -40,6 +40,9 @@ class TensorSpec:
             a unit owns one block in each part.
         sharing: number of consecutive units that use the same block (query heads of one KV head).
             Ranks that hold any of them hold a copy of the block.
+        partial_grad: of a tensor that every rank holds whole: True when each rank's gradient covers
+            only its own units (norms of single heads), so that they add up over the replica; False
+            when all ranks of a replica compute the same, whole gradient.
     """
 
     name: str
@@ -49,6 +52,7 @@ class TensorSpec:
     dim: int = 0
     parts: int = 1
     sharing: int = 1
+    partial_grad: bool = False
 
     @property
     def numel(self) -> int:
@@ -121,6 +125,7 @@ class ModelUnits:
                     "dim": t.dim,
                     "parts": t.parts,
                     "sharing": t.sharing,
+                    "partial_grad": t.partial_grad,
                 }
                 for t in self.tensors
             ],
@@ -139,6 +144,7 @@ class ModelUnits:
                     dim=int(t["dim"]),
                     parts=int(t["parts"]),
                     sharing=int(t["sharing"]),
+                    partial_grad=bool(t.get("partial_grad", False)),
                 )
                 for t in data["tensors"]
             )

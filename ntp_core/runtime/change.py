@@ -32,7 +32,7 @@ from ntp_core.runtime.content import (
     fingerprint_vector,
     optimizer_planes,
 )
-from ntp_core.runtime.model import Llama
+from ntp_core.runtime.parallel_model import ParallelModel
 from ntp_core.runtime.shards import Placement
 from ntp_core.runtime.sync import groups_of
 from ntp_core.runtime.transfer import Planes, Transferred, transfer
@@ -44,7 +44,7 @@ class Changer:
     """Carries out proposals on one rank."""
 
     def __init__(
-        self, comm: Comm, model: Llama, optimizer: torch.optim.Optimizer, *, seed: int
+        self, comm: Comm, model: ParallelModel, optimizer: torch.optim.Optimizer, *, seed: int
     ) -> None:
         self._comm = comm
         self._model = model

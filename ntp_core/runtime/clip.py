@@ -57,7 +57,8 @@ class GradientClip:
     def _squares(self, vector: torch.Tensor, i: int, dim: int, grad: torch.Tensor) -> None:
         shard = self._shards.shards[i]
         squares = grad.double().square()
-        lines = squares if squares.dim() == 1 else squares.sum(1 - dim)
+        others = [d for d in range(squares.dim()) if d != dim]
+        lines = squares.sum(others) if others else squares
         for block in self._counted[i]:
             spans = shard.spans((block,))
             vector[2 + self._index.start[i] + block] = sum(lines[a:z].sum() for a, z in spans)

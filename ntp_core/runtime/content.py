@@ -69,7 +69,9 @@ def block_fingerprints(
     Bits are taken as they are: -0.0 differs from 0.0, NaN payloads count. CPU tensors are read in
     place, others are copied to the host first.
     """
-    dim = shard.spec.dim
+    if tensor.dim() > 2:  # rows along the cut dim, all other dims in one
+        tensor = tensor.movedim(shard.spec.dim, 0).flatten(1).contiguous()
+    dim = shard.spec.dim if len(shard.spec.shape) == 2 else 0
     bits = _bits(tensor)
     cut = index_keys(seed, check, shard.index, dim, shard.logical_index().numpy())
     other = bits.shape[1 - dim]

@@ -78,7 +78,7 @@ def disagree(
     message = ""
     try:
         step = trainer.step + steps_ahead[comm.rank]
-        trainer.changer.apply(proposal, step, adopt=lambda plan: None)
+        trainer.engine.changer.apply(proposal, step, adopt=lambda plan: None)
     except RanksDisagree as error:
         message = str(error)
     losses.append(trainer.train_step().loss)

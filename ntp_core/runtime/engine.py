@@ -1,0 +1,241 @@
+"""Steps that commit, of any parallel model.
+
+A step is gradients, sync over replicas, comparison of replicas (when due), one shared clip
+coefficient, optimizer. When the comparison finds a wrong rank it is repaired and the step's
+gradients are computed again, so that nothing built on wrong bits is ever committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ntp_core.cost import Work
+from ntp_core.errors import DivergenceUnresolved, PlanError
+from ntp_core.faults import When
+from ntp_core.observe import Phase, Value
+from ntp_core.plan import Plan
+from ntp_core.proposal import Proposal
+from ntp_core.runtime.announce import announce_plan
+from ntp_core.runtime.change import Changer
+from ntp_core.runtime.clip import GradientClip
+from ntp_core.runtime.comm import Comm
+from ntp_core.runtime.compare import ReplicaCheck
+from ntp_core.runtime.faults import Faults
+from ntp_core.runtime.parallel_model import ParallelModel
+from ntp_core.runtime.repair import repair
+from ntp_core.runtime.sync import GradientSync
+
+MAX_REDOS = 3
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How steps are made.
+
+    Attributes:
+        clip_norm: largest gradient norm, 0 for no clipping.
+        check_every: steps between comparisons of replicas, 0 for none.
+        seed: of the fingerprints.
+    """
+
+    clip_norm: float = 0.0
+    check_every: int = 10
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a committed step was. `loss` is the job's mean loss per token."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    control: int
+    redone: int
+
+
+class Engine:
+    """One rank's steps. All ranks build it with the same arguments but `comm`.
+
+    Args:
+        model: this rank's part of the model.
+        optimizer: elementwise over the model's parameters.
+        work: what units cost, for the observer.
+        control: called once a step; rank 0's word reaches every rank in `StepResult.control`.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        comm: Comm,
+        work: Work,
+        options: StepOptions | None = None,
+        faults: Faults | None = None,
+        control: Callable[[], int] = lambda: 0,
+    ) -> None:
+        plan = model.shards.plan
+        if plan.ranks != comm.world:
+            raise PlanError(
+                f"the plan places ranks {list(plan.ranks)}, the job has {len(comm.world)} ranks. "
+                "Start as many ranks as the plan places."
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.comm = comm
+        self.observer = comm.observer
+        self.work = work
+        self.options = options or StepOptions()
+        self.faults = faults or Faults(comm.rank, comm.observer)
+        self.step = 0
+        self.plan = plan
+        self.speeds: Mapping[int, float] = {}
+        self.changer = Changer(comm, model, optimizer, seed=self.options.seed)
+        self._control = control
+        self._busy_ns = 0
+        self._adopt(plan)
+        self._announce()
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's replica."""
+        return self.plan.place(self.comm.rank)[0]
+
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        loss_sum: Callable[[Batch], torch.Tensor],
+        *,
+        tokens: int,
+        global_tokens: int,
+    ) -> StepResult:
+        """One committed step.
+
+        Args:
+            batches: this replica's micro-batches, the same on all its ranks.
+            loss_sum: forward; the sum (not mean) of losses over a micro-batch's tokens.
+            tokens: this replica's tokens in the step.
+            global_tokens: all replicas' tokens: gradients are those of the mean over them.
+
+        Raises:
+            DivergenceUnresolved: when repairs do not make the replicas agree.
+        """
+        step, begin = self.step + 1, time.monotonic_ns()
+        self._busy_ns = 0
+        self.observer.step_begin(step)
+        self.faults.at(step, When.STEP_BEGIN, self.model.shards)
+        redone = 0
+        while True:
+            loss = self._gradients(step, batches, loss_sum, global_tokens)
+            if self._replicas_agree(step):
+                break
+            redone += 1
+            if redone > MAX_REDOS:
+                raise DivergenceUnresolved(f"step {step} was repaired {MAX_REDOS} times in vain")
+        total, norm, control = self._commit(step, loss)
+        mean = total / global_tokens
+        self.observer.value(Value.GRAD_NORM, step, norm)
+        self.observer.step_end(step, time.monotonic_ns() - begin, self._busy_ns, tokens, mean)
+        return StepResult(step, mean, norm, control, redone)
+
+    def change(self, proposal: Proposal) -> bool:
+        """Change to the proposal's plan between steps; False when it was rolled back."""
+        if not self.changer.apply(proposal, self.step, self._adopt):
+            return False
+        self.speeds = proposal.speeds
+        self._announce()
+        return True
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self.sync = GradientSync(self.comm, self.model.shards)
+        self.check = ReplicaCheck(self.comm, self.model.shards, self.options.seed)
+        self.clip = GradientClip(self.comm, self.model.shards)
+        self._speaks = plan.place(self.comm.rank)[1] == 0
+        self._note_bits()
+
+    def _gradients(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        loss_sum: Callable[[Batch], torch.Tensor],
+        global_tokens: int,
+    ) -> float:
+        """Gradients of all micro-batches, summed over replicas; this replica's loss sum."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for batch in batches:
+            with self._phase(step, Phase.FORWARD):
+                loss = loss_sum(batch)
+            self.faults.at(step, When.AFTER_FORWARD, self.model.shards)
+            with self._phase(step, Phase.BACKWARD):
+                (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
+            self.faults.at(step, When.AFTER_BACKWARD, self.model.shards)
+            total += float(loss.detach())
+        with self._phase(step, Phase.GRAD_SYNC):
+            self.sync.run()
+        return total
+
+    def _replicas_agree(self, step: int) -> bool:
+        if not self._check_due(step):
+            return True
+        begin = time.monotonic_ns()
+        found = self.check.compare()
+        if self._speaks:
+            self.observer.fingerprint(
+                step, self.replica, found.values[self.replica], self.check.index.total
+            )
+        self.observer.phase(step, Phase.CHECK, time.monotonic_ns() - begin)
+        if not found.differences:
+            return True
+        self.check.forget()
+        repaired = repair(self.comm, self.model.shards, self.plan, found, self.check, step)
+        if repaired is None:
+            return True
+        self.plan = self.model.shards.plan = repaired
+        self._announce()
+        return False
+
+    def _commit(self, step: int, loss: float) -> tuple[float, float, int]:
+        """Clip and optimizer; the job's loss sum, gradient norm and control word."""
+        self.faults.at(step, When.BEFORE_OPTIMIZER, self.model.shards)
+        with self._phase(step, Phase.OPTIMIZER):
+            word = self._control() if self.comm.rank == 0 else 0
+            shared = self.clip.share(loss if self._speaks else 0.0, word)
+            limit = self.options.clip_norm
+            if limit and shared.norm > limit:
+                self.clip.scale(limit / shared.norm)
+            self.optimizer.step()
+        self.faults.at(step, When.AFTER_OPTIMIZER, self.model.shards)
+        self.step = step
+        self._note_bits()
+        return shared.loss_sum, shared.norm, shared.control
+
+    def _announce(self) -> None:
+        announce_plan(
+            self.observer, self.plan, self.model.units, self.work, self.comm.rank, self.speeds
+        )
+
+    def _note_bits(self) -> None:
+        if self._check_due(self.step + 1):
+            self.check.remember()
+
+    def _check_due(self, step: int) -> bool:
+        every = self.options.check_every
+        return bool(every) and step % every == 0 and len(self.plan.replicas) > 1
+
+    @contextmanager
+    def _phase(self, step: int, phase: Phase) -> Iterator[None]:
+        begin, waited = time.monotonic_ns(), self.comm.wait_ns
+        yield
+        took = time.monotonic_ns() - begin
+        self._busy_ns += took - (self.comm.wait_ns - waited)
+        self.observer.phase(step, phase, took)
