@@ -19,19 +19,22 @@ Whole = dict[str, torch.Tensor]
 def places_of(plan: Plan, tensor: TensorSpec, rank: int) -> list[int]:
     """Logical index along the cut dim of each local row (or column) of a rank, in local order.
 
-    A rank keeps its units in ascending order, part after part; the last unit may be shorter.
+    A rank keeps its units in ascending order, part after part; the last unit may be shorter. Of
+    units that share a block it keeps the block once.
     """
     size = tensor.shape[tensor.dim] // tensor.parts
     if tensor.kind is None:
         return list(range(size))
     replica = next(r for r in plan.replicas if rank in r.ranks)
     layout = replica.overrides.get((tensor.kind, tensor.layer), replica.layouts[tensor.kind])
-    unit_size = -(-size // plan.counts[tensor.kind])
+    block_size = -(-size // (plan.counts[tensor.kind] // tensor.sharing))
+    runs = layout.runs[replica.ranks.index(rank)]
+    blocks = sorted({u // tensor.sharing for a, b in runs for u in range(a, b)})
     return [
         part * size + i
         for part in range(tensor.parts)
-        for a, b in layout.runs[replica.ranks.index(rank)]
-        for i in range(a * unit_size, min(b * unit_size, size))
+        for b in blocks
+        for i in range(b * block_size, min((b + 1) * block_size, size))
     ]
 
 
@@ -46,8 +49,8 @@ def cut(plan: Plan, model: ModelUnits, rank: int, whole: Local) -> Whole:
 def assemble(plan: Plan, model: ModelUnits, by_rank: Sequence[Local]) -> list[Whole]:
     """For each replica its whole tensors by name; every element must come from just one rank.
 
-    A tensor without units is taken from the replica's first rank, after all its ranks were seen to
-    hold the same bits.
+    Of a tensor without units, and of blocks that several ranks hold, all copies in the replica must
+    be the same bits.
     """
     replicas = []
     for r in plan.replicas:
@@ -59,9 +62,16 @@ def assemble(plan: Plan, model: ModelUnits, by_rank: Sequence[Local]) -> list[Wh
                 whole[t.name] = held[0]
                 continue
             places = [i for g in r.ranks for i in places_of(plan, t, g)]
-            assert sorted(places) == list(range(t.shape[t.dim])), f"{t.name} is not covered once"
-            order = torch.tensor(places).argsort()
-            whole[t.name] = torch.cat(held, dim=t.dim).index_select(t.dim, order)
+            found = sorted(set(places))
+            assert found == list(range(t.shape[t.dim])), f"{t.name} is not covered"
+            assert t.sharing > 1 or len(found) == len(places), f"{t.name} is covered twice"
+            first = torch.tensor([places.index(i) for i in found])
+            every = torch.cat(held, dim=t.dim)
+            whole[t.name] = every.index_select(t.dim, first)
+            again = whole[t.name].index_select(t.dim, torch.tensor(places))
+            assert torch.equal(again.view(torch.int32), every.view(torch.int32)), (
+                f"{t.name} differs"
+            )
         replicas.append(whole)
     return replicas
 

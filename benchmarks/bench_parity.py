@@ -1,0 +1,186 @@
+"""Is an uneven job the same training as one process? `python -m benchmarks.bench_parity --json`
+
+For small models of four real architectures and several uneven layouts: largest relative difference
+of the loss and of any parameter tensor after 50 steps against one process in fp32, beside the same
+figure for an even layout of the same degree, which says how far rounding alone carries. Replicas
+are compared at every step by SHA-256 of every block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.parity_models import MODELS, batch, build
+from benchmarks.parity_rank import CLIP, LR
+from ntp_core.plan import Layout, Plan, ReplicaPlan
+from ntp_core.planner import RankCost, min_max_shares
+from ntp_core.runtime.hf import hf_counts
+from ntp_core.runtime.launch import LocalRanks
+
+# layout -> degrees and batches of its replicas, and of the even control
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "4_to_3": ((4, 3), (4, 3), (4, 4)),
+    "4_to_2_3": ((4, 2, 3), (3, 1, 2), (4, 4, 4)),
+    "8_to_7": ((8, 7), (4, 3), (8, 8)),
+    "6_to_5_4_6": ((5, 4, 6), (2, 1, 3), (6, 6, 6)),
+}
+SEQ = 16
+TARGET = 1.5
+
+
+def plan_for(model: str, degrees: Sequence[int], batches: Sequence[int]) -> Plan:
+    """Shares as equal as units allow."""
+    counts = hf_counts(build(model).config, mlp_block=8, vocab_block=16)
+    replicas, first = [], 0
+    for degree, share in zip(degrees, batches, strict=True):
+        layouts = {
+            k: Layout.contiguous(min_max_shares(n, [RankCost(unit_s=1.0)] * degree))
+            for k, n in counts.items()
+        }
+        ranks = tuple(range(first, first + degree))
+        replicas.append(ReplicaPlan(ranks=ranks, layouts=layouts, batch=share))
+        first += degree
+    return Plan.build(counts, replicas)
+
+
+def dense(model_name: str, sequences: int, steps: int) -> tuple[list[float], dict[str, Any]]:
+    """The same training in one process, with none of our code."""
+    model = build(model_name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, foreach=False)
+    losses = []
+    for step in range(1, steps + 1):
+        tokens = batch(step, 0, sequences, SEQ)
+        logits = model(tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def run_all(cases: list[dict[str, Any]], folder: Path) -> None:
+    """All cases in one set of processes."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    world = max(len(Plan.from_json(c["plan"]).ranks) for c in cases)
+    command = [sys.executable, "-m", "benchmarks.parity_rank", str(folder / "cases.json")]
+    with LocalRanks([*command, str(folder)], world) as ranks:
+        codes = ranks.wait(timeout_s=7200)
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}")
+
+
+def judge(case: dict[str, Any], number: int, folder: Path) -> dict[str, Any]:
+    """Differences to one process, and the share of steps with all replicas bit-identical."""
+    plan = Plan.from_json(case["plan"])
+    told = [torch.load(folder / f"{number}-{g}.pt", weights_only=False) for g in plan.ranks]
+    losses, params = dense(case["model"], plan.global_batch, case["steps"])
+    loss_diff = max(abs(a - b) / abs(b) for a, b in zip(told[0]["losses"], losses, strict=True))
+    worst = max(
+        _param_diff(name, p, told[: len(plan.replicas[0].ranks)]) for name, p in params.items()
+    )
+    same = [_identical(plan, [t["blocks"][s] for t in told]) for s in range(case["steps"])]
+    return {"loss": loss_diff, "param": worst, "identical": statistics.fmean(same)}
+
+
+def _param_diff(name: str, whole: torch.Tensor, told: list[dict[str, Any]]) -> float:
+    """Relative distance of one tensor, put together from the first replica's ranks."""
+    seen, square = 0, 0.0
+    units = {t["name"]: t for t in told[0]["units"]["tensors"]}[name]
+    for t in told[:1] if units["kind"] is None else told:
+        local, index = t["held"][name]
+        part = whole.index_select(units["dim"], index)
+        square += float((local.double() - part.double()).square().sum())
+        seen += local.numel()
+    assert seen == whole.numel(), f"{name}: {seen} of {whole.numel()} elements"
+    return (square**0.5) / max(float(whole.double().norm()), 1e-30)
+
+
+def _identical(plan: Plan, blocks: list[dict[str, str]]) -> bool:
+    """Every block has one digest, whichever rank of whichever replica holds it."""
+    known: dict[str, str] = {}
+    for mine in blocks:
+        for key, digest in mine.items():
+            if known.setdefault(key, digest) != digest:
+                return False
+    return len(plan.replicas) > 0
+
+
+def targets(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for parity and one for identity of each model and layout."""
+    rows = []
+    for key, r in results.items():
+        ratio = r["uneven"]["param"] / max(r["even"]["param"], 1e-12)
+        rows.append(
+            {
+                "name": f"parity_{key}",
+                "value": ratio,
+                "unit": "x even control",
+                "better": "lower",
+                "target": TARGET,
+                "met": ratio <= TARGET,
+                "beside": {"uneven": r["uneven"]["param"], "even": r["even"]["param"]},
+            }
+        )
+        rows.append(
+            {
+                "name": f"identical_{key}",
+                "value": r["uneven"]["identical"],
+                "unit": "of steps",
+                "better": "higher",
+                "target": 1.0,
+                "met": r["uneven"]["identical"] == 1.0,
+                "beside": {},
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="5 steps, two layouts")
+    parser.add_argument("--steps", type=int)
+    args = parser.parse_args()
+    steps = args.steps or (5 if args.quick else 50)
+    layouts = dict(list(LAYOUTS.items())[: 2 if args.quick else None])
+    cases, keys = [], []
+    for model in MODELS:
+        for name, (degrees, batches, control) in layouts.items():
+            even = [max(batches)] * len(control)
+            for arm, d, b in (("uneven", degrees, batches), ("even", control, even)):
+                plan = plan_for(model, d, b).to_json()
+                cases.append({"model": model, "plan": plan, "steps": steps, "seq": SEQ})
+                keys.append((f"{model}_{name}", arm))
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        run_all(cases, Path(folder))
+        for number, ((key, arm), case) in enumerate(zip(keys, cases, strict=True)):
+            results.setdefault(key, {})[arm] = judge(case, number, Path(folder))
+    rows = targets(results)
+    hardware = f"{os.cpu_count()} cores, {platform.machine()}, gloo, fp32"
+    report = {"bench": "parity", "hardware": hardware, "figures": results, "targets": rows}
+    report["figures"]["steps"] = steps
+    if args.json:
+        print(json.dumps(report))
+        return
+    for row in rows:
+        print(f"{row['name']:<28} {row['value']:.3g} {row['unit']} {row['beside']}")
+
+
+if __name__ == "__main__":
+    main()
