@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from ntp_core.errors import PlanError
 from ntp_core.plan import Layout
 from ntp_core.planner import (
+    CompletionTime,
     RankCost,
     ideal_time_s,
     keep_placement,
     max_time_s,
     min_max_shares,
+    over_ideal,
 )
 from tests.support.random_plans import random_layout, random_shares
 
@@ -192,3 +195,109 @@ def test_keep_placement_same_shares_change_nothing() -> None:
     """No change of shares, no change of units."""
     present = random_layout(random.Random(3), 20, 4)
     assert present == keep_placement(present.shares, present)
+
+
+def one_by_one(units: int, costs: Sequence[CompletionTime]) -> tuple[int, ...]:
+    """The greedy rule as it is said, without heap or head start."""
+    shares = [0] * len(costs)
+    for _ in range(units):
+        free = [i for i, c in enumerate(costs) if c.cap is None or shares[i] < c.cap]
+        shares[min(free, key=lambda i: (costs[i].time_s(shares[i] + 1), i))] += 1
+    return tuple(shares)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_min_max_shares_of_many_units_equal_dealing_one_by_one(seed: int) -> None:
+    """With hundreds of columns the head start by bisection ends in the very same shares."""
+    draw = random.Random(seed)
+    caps = [None, None, draw.randint(0, 300)]
+    costs = [
+        RankCost(
+            unit_s=draw.choice([1.0, 0.5, draw.uniform(0.1, 3.0)]),
+            start_s=draw.choice([0.0, 0.0, draw.uniform(0, 60.0)]),
+            cap=draw.choice(caps),
+        )
+        for _ in range(draw.randint(1, 9))
+    ]
+    costs.append(RankCost(unit_s=draw.uniform(0.1, 3.0)))
+    units = draw.randint(50, 700)
+    assert one_by_one(units, costs) == min_max_shares(units, costs)
+
+
+@pytest.mark.parametrize("ranks", [8, 71, 72])
+def test_min_max_shares_of_all_columns_fill_the_ideal_time(ranks: int) -> None:
+    """28,672 single columns: everybody is within one column of the ideal end."""
+    draw = random.Random(ranks)
+    costs = [RankCost(unit_s=draw.uniform(1.0, 2.0)) for _ in range(ranks)]
+    shares = min_max_shares(28672, costs)
+    ideal_s = ideal_time_s(28672, costs)
+    assert sum(shares) == 28672
+    for n, c in zip(shares, costs, strict=True):
+        assert ideal_s - c.unit_s < c.time_s(n) < ideal_s + c.unit_s
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_ideal_time_by_joining_ranks_equals_bisection(seed: int) -> None:
+    """Two formulas for the fractional bound: who starts in time joins; and room by a given time."""
+    draw = random.Random(seed)
+    costs = [
+        RankCost(unit_s=draw.uniform(0.1, 3.0), start_s=draw.choice([0.0, draw.uniform(0, 40)]))
+        for _ in range(draw.randint(1, 6))
+    ]
+    units = draw.randint(1, 30)
+    low, high = 0.0, costs[0].time_s(units)
+    for _ in range(100):
+        middle = (low + high) / 2
+        room = sum(max(0.0, middle - c.start_s) / c.unit_s for c in costs)
+        low, high = (low, middle) if room >= units else (middle, high)
+    assert ideal_time_s(units, costs) == pytest.approx(high)
+    assert max_time_s(min_max_shares(units, costs), costs) >= high * (1 - 1e-12)
+
+
+def test_min_max_shares_floor_keeps_what_ends_before_it() -> None:
+    """If 9 s pass anyway, shares that end by then stay where they are."""
+    costs = [RankCost(unit_s=1.0)] * 3
+    assert min_max_shares(12, costs, present=(8, 2, 2)) == (4, 4, 4)
+    assert min_max_shares(12, costs, present=(8, 2, 2), floor_s=9.0) == (8, 2, 2)
+
+
+def test_keep_placement_units_of_a_rank_that_is_gone_find_an_owner() -> None:
+    """Survivors keep theirs and share what the dead rank held."""
+    new = keep_placement((3, 3), Layout((((0, 2),), ((4, 6),))))
+    assert tuple(new.units(r) for r in range(2)) == ((0, 1, 2), (3, 4, 5))
+
+
+SHAPES = {"groups": 8, "heads": 64, "tiles": 224}
+"""Attention of Llama-70B by KV groups and by query heads, its FFN in tiles of 128 columns."""
+
+GRANULES = {  # speed of one of eight GPUs -> time over ideal; 0: dead
+    0.9: (1.097, 1.097, 1.023, 1.036, 1.036),
+    0.8: (1.219, 1.097, 1.010, 1.047, 1.025),
+    0.7: (1.375, 1.083, 1.031, 1.092, 1.040),
+    0.5: (1.875, 1.055, 1.004, 1.158, 1.013),
+    0.0: (1.750, 1.094, 1.000, 1.132, 1.017),
+}
+ATTENTION_PART = 0.176
+"""Part of attention in the matrix multiplications of a layer."""
+
+
+@pytest.mark.parametrize("speed", GRANULES)
+def test_granules_cost_what_the_table_says(speed: float) -> None:
+    """KV groups, query heads and tiles on TP8 with one GPU slow or dead, within printed digits."""
+    costs = [RankCost(unit_s=1.0)] * 7 + ([RankCost(unit_s=1 / speed)] if speed else [])
+    groups, heads, tiles = (over_ideal(min_max_shares(n, costs), costs) for n in SHAPES.values())
+    by_groups = ATTENTION_PART * groups + (1 - ATTENTION_PART) * tiles
+    by_heads = ATTENTION_PART * heads + (1 - ATTENTION_PART) * tiles
+    assert (groups, heads, tiles, by_groups, by_heads) == pytest.approx(GRANULES[speed], abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("units", "ranks", "largest"),
+    [(128, 32, 4), (128, 30, 5), (128, 28, 5), (8, 7, 2), (64, 72, 1), (128, 72, 2), (128, 71, 2)],
+)
+def test_equal_ranks_get_the_ceiling_and_no_more(units: int, ranks: int, largest: int) -> None:
+    """Some rank must have ceil(units / ranks); nobody has more, and shares differ by 1 at most."""
+    shares = min_max_shares(units, [RankCost(unit_s=1.0)] * ranks)
+    assert max(shares) == -(-units // ranks) == largest
+    assert max(shares) - min(shares) <= 1
+    assert sum(shares) == units
