@@ -3,16 +3,25 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml $(CONSTRAINTS) | cksum | cut -d' ' -f1)
+SUM := $(shell cat pyproject.toml $(CONSTRAINTS) | cksum | cut -d' ' -f1)
+ALL := $(VENV)/.all-$(SUM)
+# The demo needs less than the tests; what is installed already serves it too.
+DEMO := $(or $(wildcard $(ALL)),$(VENV)/.demo-$(SUM))
 
 .PHONY: demo test bench lint install servers clean
 
-install: $(STAMP)
+install: $(ALL)
 
-$(STAMP):
+$(ALL):
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[train,dev]'
-	@rm -f $(VENV)/.installed-*
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[train,hf,dev]'
+	@rm -f $(VENV)/.all-* $(VENV)/.demo-*
+	@touch $@
+
+$(VENV)/.demo-$(SUM):
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[train]'
+	@rm -f $(VENV)/.all-* $(VENV)/.demo-*
 	@touch $@
 
 # Real Prometheus, Alertmanager and Chromium for the tests that use them. Without the right to
@@ -20,7 +29,7 @@ $(STAMP):
 servers:
 	@sh tests/support/install_servers.sh
 
-demo: install
+demo: $(DEMO)
 	$(BIN)/ntp-sidecar demo $(DEMO_ARGS)
 
 test: install servers lint

@@ -50,6 +50,7 @@ class GatherByRows(torch.autograd.Function):
     def forward(
         ctx: Any, local: torch.Tensor, columns: torch.Tensor, width: int, group: TensorParallelGroup
     ) -> torch.Tensor:
+        """[..., columns of this rank] -> [..., width], the same on every rank of the replica."""
         ctx.save_for_backward(columns)
         whole = local.new_zeros(*local.shape[:-1], width)
         whole[..., columns] = local
@@ -57,6 +58,7 @@ class GatherByRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """This rank's columns of the gradient."""
         (columns,) = ctx.saved_tensors
         return grads[0][..., columns], None, None, None
 
