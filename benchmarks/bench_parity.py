@@ -26,8 +26,8 @@ from benchmarks.parity_models import MODELS, batch, build
 from benchmarks.parity_rank import CLIP, LR
 from ntp_core.plan import Layout, Plan, ReplicaPlan
 from ntp_core.planner import RankCost, min_max_shares
-from ntp_core.runtime.hf import hf_counts
 from ntp_core.runtime.launch import LocalRanks
+from ntp_core.runtime.modules.hf import hf_counts
 
 # layout -> degrees and batches of its replicas, and of the even control
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {

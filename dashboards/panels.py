@@ -381,6 +381,8 @@ SIDECAR = (
             f"(increase(nutp_sidecar_tick_errors_total{{{NODE}}}{RATE}))",
             "{{instance}} bad rings": "sum by (instance) "
             f"(increase(nutp_sidecar_bad_rings_total{{{NODE}}}{RATE}))",
+            "{{instance}} {{outlet}} errors": "sum by (instance, outlet) "
+            f"(increase(nutp_sidecar_outlet_errors_total{{{NODE}}}{RATE}))",
             "{{instance}} series dropped": "sum by (instance) "
             f"(increase(nutp_sidecar_series_dropped_total{{{NODE}}}{RATE}))",
         },

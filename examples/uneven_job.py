@@ -9,6 +9,7 @@ batches follow the speeds; the loss does not depend on them.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from ntp_core.job import JobConfig, TrainConfig, even_plan
 from ntp_core.llama import LlamaConfig
 from ntp_core.replan import rebalance
-from ntp_core.runtime.launch import LocalRanks
+from ntp_core.runtime.launch import LocalRanks, exit_on_signals
 
 SPEEDS = {0: 1.0, 1: 1.0, 2: 0.5, 3: 1.0, 4: 1.0}
 
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seq", type=int, default=64)
     args = parser.parse_args()
+    exit_on_signals()  # the ranks and the folder below go with this process
 
     model = LlamaConfig()
     plan = rebalance(even_plan(model, (3, 2), batch=10), model.work(args.seq), SPEEDS)
@@ -40,11 +42,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "job.json")
         config.write_text(job.to_json())
+        losses = Path(folder, "losses.json")
         command = [sys.executable, "-m", "ntp_core.runtime.train", "--config", str(config)]
+        command += ["--losses", str(losses)]
         with LocalRanks(command, len(SPEEDS)) as ranks:
             codes = ranks.wait(timeout_s=600)
+        if not any(codes):
+            told = json.loads(losses.read_text())
+            print(f"{len(told)} steps, loss {told[0]:.3f} -> {told[-1]:.3f}")
     print("exit codes", codes)
-    return max(codes)
+    return next((c if c > 0 else 128 - c for c in codes if c), 0)  # as a shell says it
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ntp_core.errors import InvalidInput
+from ntp_core.inbound.ranges import check_number
 from ntp_core.plan import Plan
 from ntp_core.units import ModelUnits, UnitKind
 
 FLOPS_PER_WEIGHT = 6
+MAX_WORK = 1e30  # of one unit; ratios stay finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +63,13 @@ class Work:
     def from_json(cls, data: dict[str, Any]) -> Work:
         """Inverse of `to_json`. Raises InvalidInput on anything else."""
         try:
-            unit = {UnitKind(k): float(v) for k, v in data["unit"].items()}
-            return cls(unit=unit, rank=float(data["rank"]))
+            unit = {
+                UnitKind(k): float(check_number(f"work of {k}", v, 0, MAX_WORK))
+                for k, v in data["unit"].items()
+            }
+            return cls(unit=unit, rank=float(check_number("rank", data["rank"], 0, MAX_WORK)))
+        except InvalidInput as error:
+            raise InvalidInput(f"not a description of work: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"not a description of work: {error!r}") from error
 

@@ -7,7 +7,8 @@
     |   `-- StaleEpoch                   a message or proposal made for an older plan
     `-- JobFault                         the environment failed while the job ran
         |-- RanksDisagree                ranks stand at different steps or plans
-        `-- DivergenceUnresolved         replicas differ and nothing tells which one is right
+        |-- DivergenceUnresolved         replicas differ and nothing tells which one is right
+        `-- CheckpointError              a checkpoint cannot be written, or is not what was saved
 
 Every message says what was wrong, with the values, and what to do about it.
 """
@@ -45,3 +46,7 @@ class RanksDisagree(JobFault):
 
 class DivergenceUnresolved(JobFault):
     """Replicas hold different bits and no evidence tells which one is right."""
+
+
+class CheckpointError(JobFault):
+    """A checkpoint could not be written, or is not, bit for bit, what was saved."""

@@ -10,6 +10,15 @@ import json
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
+
+from ntp_core.errors import InvalidInput
+from ntp_core.inbound.ranges import check_whole
+from ntp_core.inbound.regular_file import read_regular
+
+MAX_FILE_BYTES = 65536
+MAX_NAME_CHARS = 1024
+_MOST = 1 << 53
 
 
 class FaultKind(IntEnum):
@@ -89,7 +98,27 @@ def leave_fault(folder: Path, fault: Fault) -> None:
 
 
 def read_fault(path: Path) -> Fault:
-    """Inverse of `leave_fault`."""
-    body = json.loads(path.read_text())
-    body["kind"], body["when"] = FaultKind(body["kind"]), When(body["when"])
-    return Fault(**body)
+    """Inverse of `leave_fault`. Raises OSError, or InvalidInput for what is no fault."""
+    return parse_fault(read_regular(path, MAX_FILE_BYTES))
+
+
+def parse_fault(data: bytes) -> Fault:
+    """The fault that a file's content describes. Raises InvalidInput naming what is wrong."""
+    try:
+        body: dict[str, Any] = json.loads(data)
+        tensor = body["tensor"]
+        if not isinstance(tensor, str) or len(tensor) > MAX_NAME_CHARS:
+            raise InvalidInput(f"tensor is no name of {MAX_NAME_CHARS} characters at most")
+        return Fault(
+            kind=FaultKind(check_whole("kind", body["kind"], 1, len(FaultKind))),
+            when=When(check_whole("when", body["when"], 1, len(When))),
+            rank=check_whole("rank", body["rank"], 0, _MOST),
+            step=check_whole("step", body["step"], 0, _MOST),
+            tensor=tensor,
+            element=check_whole("element", body["element"], 0, _MOST),
+            bit=check_whole("bit", body["bit"], 0, 31),
+        )
+    except InvalidInput:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidInput(f"not a fault: {error!r}. Write it with leave_fault.") from error

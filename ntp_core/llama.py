@@ -6,11 +6,16 @@ from dataclasses import dataclass
 
 from ntp_core.cost import Work, WorkShape, work_of_model
 from ntp_core.errors import ModelMismatch
+from ntp_core.inbound.ranges import check_number, check_whole
 from ntp_core.units import ModelUnits, TensorSpec, UnitKind
 
 A, M, V = UnitKind.ATTENTION, UnitKind.MLP, UnitKind.VOCAB
 
-_BLOCKS = ("mlp_block", "vocab_block")
+MAX_SIZE = 1 << 24
+"""Largest width, vocab and the like: beyond any model, and still a list that fits memory."""
+MAX_LAYERS = 4096
+
+_SIZES = ("vocab", "width", "heads", "kv_heads", "ffn", "mlp_block", "vocab_block")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +41,12 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "width", "heads", "kv_heads", "ffn", *_BLOCKS):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ModelMismatch(f"{name} = {size!r}; give a whole number >= 1")
+        for name in _SIZES:
+            check_whole(name, getattr(self, name), 1, MAX_SIZE, ModelMismatch)
+        check_whole("layers", self.layers, 1, MAX_LAYERS, ModelMismatch)
+        check_number("rope_base", self.rope_base, 0, 1e12, above=True, refusal=ModelMismatch)
+        check_number("norm_eps", self.norm_eps, 0, 1, above=True, refusal=ModelMismatch)
+        check_number("init_std", self.init_std, 0, 1e3, refusal=ModelMismatch)
         pairs = {
             "heads": (self.heads, self.kv_heads),
             "width": (self.width, self.heads),

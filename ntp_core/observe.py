@@ -90,9 +90,18 @@ class Observer(Protocol):
     def step_begin(self, step: int) -> None:
         """A training step starts; `step` counts from 1."""
 
-    def step_end(self, step: int, duration_ns: int, busy_ns: int, tokens: int, loss: float) -> None:
-        """A step is committed. `busy_ns` is the time outside collectives, checks and changes;
-        `tokens` are this replica's; `loss` is the job's mean loss per token."""
+    def step_end(
+        self,
+        step: int,
+        duration_ns: int,
+        busy_ns: int,
+        tokens: int,
+        loss: float,
+        queued_ns: int = 0,
+    ) -> None:
+        """A step is committed. `busy_ns` is the time outside collectives, checks and changes, of
+        which `queued_ns` went by waiting for a processor of this host; `tokens` are this
+        replica's; `loss` is the job's mean loss per token."""
 
     def phase(self, step: int, phase: int, duration_ns: int) -> None:
         """One `Phase` of a step took `duration_ns`."""
@@ -142,7 +151,13 @@ class NullObserver:
 
     def step_begin(self, step: int) -> None: ...
     def step_end(
-        self, step: int, duration_ns: int, busy_ns: int, tokens: int, loss: float
+        self,
+        step: int,
+        duration_ns: int,
+        busy_ns: int,
+        tokens: int,
+        loss: float,
+        queued_ns: int = 0,
     ) -> None: ...
     def phase(self, step: int, phase: int, duration_ns: int) -> None: ...
     def value(self, name: int, step: int, value: float) -> None: ...

@@ -13,9 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ntp_core.errors import ModelMismatch, PlanError
+from ntp_core.inbound.ranges import check_whole
 from ntp_core.units import ModelUnits, UnitKind
 
 Run = tuple[int, int]
+
+MAX_UNITS = 1 << 53
+"""Of one kind, and of anything else that is counted: what JSON keeps exactly."""
+MAX_RANK = (1 << 31) - 1  # ranks, epochs and batches have 32 bits in records
+MAX_LAYER = 4095
 
 
 def runs_of(units: Iterable[int]) -> tuple[Run, ...]:
@@ -206,16 +212,19 @@ class Plan:
         """Inverse of `to_json`, checked. Raises PlanError on anything that is not a valid plan."""
         try:
             replicas = [_replica_from_json(r) for r in data["replicas"]]
-            counts = {UnitKind(k): int(n) for k, n in data["counts"].items()}
-            epoch = int(data["epoch"])
+            counts = {
+                UnitKind(k): check_whole(f"counts of {k}", n, 1, MAX_UNITS, PlanError)
+                for k, n in data["counts"].items()
+            }
+            epoch = check_whole("epoch", data["epoch"], 0, MAX_RANK, PlanError)
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise PlanError(f"not a plan: {error!r}. Write it with Plan.to_json.") from error
         return cls.build(counts, replicas, epoch=epoch)
 
     def check_model(self, model: ModelUnits) -> None:
-        """Raises ModelMismatch unless this plan is made for `model`."""
+        """Raises ModelMismatch unless this plan is made for `model`: its units and its layers."""
         if self.counts != model.counts:
             want = {str(k): n for k, n in model.counts.items()}
             have = {str(k): n for k, n in self.counts.items()}
@@ -223,6 +232,14 @@ class Plan:
                 f"the plan is made for units {have}, the model has {want}. "
                 "Make the plan from this model's units."
             )
+        known = {(t.kind, t.layer) for t in model.tensors}
+        for index, r in enumerate(self.replicas):
+            for kind, layer in r.overrides:
+                if (kind, layer) not in known:
+                    raise ModelMismatch(
+                        f"replica {index} overrides {kind} units of layer {layer}, where the model "
+                        "has none; leave the override out"
+                    )
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -232,13 +249,15 @@ def _check_ranks(plan: Plan) -> None:
     for index, r in enumerate(plan.replicas):
         if not r.ranks:
             raise PlanError(f"replica {index} has no rank; leave the replica out of the plan")
-        if r.batch < 1:
-            raise PlanError(f"replica {index} takes {r.batch} sequences; it needs at least 1")
+        if not 1 <= r.batch <= MAX_RANK:
+            raise PlanError(
+                f"replica {index} takes {r.batch} sequences; it needs 1 to {MAX_RANK} of them"
+            )
         for g in r.ranks:
-            if g < 0 or g in seen:
+            if not 0 <= g <= MAX_RANK or g in seen:
                 raise PlanError(
-                    f"rank {g} of replica {index} is negative or has a place already "
-                    f"(replica {seen.get(g, '-')}); give each rank one place"
+                    f"rank {g} of replica {index} is negative, above {MAX_RANK}, or has a place "
+                    f"already (replica {seen.get(g, '-')}); give each rank one place"
                 )
             seen[g] = index
 
@@ -260,6 +279,12 @@ def _check_replica(plan: Plan, index: int, r: ReplicaPlan) -> None:
         raise PlanError(
             f"replica {index} overrides layouts of {strange} units, which the plan does not count"
         )
+    for kind, layer in r.overrides:
+        if kind is UnitKind.VOCAB or not 0 <= layer <= MAX_LAYER:
+            raise PlanError(
+                f"replica {index} overrides {kind} units of layer {layer}; vocab units are in no "
+                f"layer, others in layers 0 to {MAX_LAYER}. Name a layer of the model."
+            )
     named = [(str(k), k, v) for k, v in r.layouts.items()]
     named += [(f"{k} in layer {layer}", k, v) for (k, layer), v in r.overrides.items()]
     for name, kind, layout in named:
@@ -285,16 +310,24 @@ def _runs_json(layout: Layout) -> list[list[list[int]]]:
 
 
 def _layout_from_json(data: Any) -> Layout:
-    return Layout(tuple(tuple((int(a), int(b)) for a, b in runs) for runs in data))
+    return Layout(tuple(tuple(_run_from_json(run) for run in runs) for runs in data))
+
+
+def _run_from_json(data: Any) -> Run:
+    start, stop = (check_whole("end of a run", unit, 0, MAX_UNITS, PlanError) for unit in data)
+    return start, stop
 
 
 def _replica_from_json(data: Any) -> ReplicaPlan:
     return ReplicaPlan(
-        ranks=tuple(int(g) for g in data["ranks"]),
-        batch=int(data["batch"]),
+        ranks=tuple(check_whole("rank", g, 0, MAX_RANK, PlanError) for g in data["ranks"]),
+        batch=check_whole("batch", data["batch"], 1, MAX_RANK, PlanError),
         layouts={UnitKind(k): _layout_from_json(v) for k, v in data["layouts"].items()},
         overrides={
-            (UnitKind(o["kind"]), int(o["layer"])): _layout_from_json(o["runs"])
+            (
+                UnitKind(o["kind"]),
+                check_whole("layer", o["layer"], 0, MAX_LAYER, PlanError),
+            ): _layout_from_json(o["runs"])
             for o in data.get("overrides", [])
         },
     )

@@ -14,6 +14,7 @@ from typing import Any
 from ntp_core.errors import InvalidInput, StaleEpoch
 from ntp_core.observe import Reason
 from ntp_core.plan import Plan
+from ntp_core.units import ModelUnits
 
 FILE_NAME = "proposal.json"
 MAX_BYTES = 4 << 20
@@ -92,8 +93,8 @@ class Proposal:
             raise InvalidInput(f"not a proposal: {error!r}") from error
 
 
-def check_proposal(proposal: Proposal, present: Plan) -> None:
-    """Raises unless `proposal` fits the plan in force.
+def check_proposal(proposal: Proposal, present: Plan, model: ModelUnits | None = None) -> None:
+    """Raises unless `proposal` fits the plan in force, and the model where it is given.
 
     Raises:
         StaleEpoch: made for another plan or epoch.
@@ -125,3 +126,5 @@ def check_proposal(proposal: Proposal, present: Plan) -> None:
             f"proposal changes the global batch from {present.global_batch} to "
             f"{proposal.plan.global_batch}; it must stay"
         )
+    if model is not None:
+        proposal.plan.check_model(model)

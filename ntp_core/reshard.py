@@ -6,10 +6,14 @@ hold the same bits, so any replica's owner may give; the least loaded one does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ntp_core.plan import Plan
 from ntp_core.units import ModelUnits, TensorSpec, block_numel, blocks_of_units
+
+Held = Sequence[Mapping[int, tuple[int, ...]]]
+"""For each tensor of a model the blocks that each global rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +36,34 @@ def blocks_held(plan: Plan, tensor: TensorSpec, global_rank: int) -> tuple[int, 
     return blocks_of_units(tensor, layout.units(tp_rank))
 
 
+def held_by_plan(plan: Plan, model: ModelUnits) -> Held:
+    """Every rank holds the blocks of its units; each tensor without units whole."""
+    return [{g: blocks_held(plan, t, g) for g in plan.ranks} for t in model.tensors]
+
+
 def moves(old: Plan, new: Plan, model: ModelUnits) -> tuple[Move, ...]:
     """The moves from `old` to `new`, in an order that is the same on every rank.
 
     Both plans must be over the same model; ranks only in `old` may give, ranks only in `new` get.
     """
-    load = dict.fromkeys(old.ranks, 0)
+    return moves_between(held_by_plan(old, model), held_by_plan(new, model), model)
+
+
+def moves_between(old: Held, new: Held, model: ModelUnits) -> tuple[Move, ...]:
+    """What each rank must get to hold `new` where `old` is held; every block must be held."""
+    load: dict[int, int] = {}
     found: list[Move] = []
     for index, t in enumerate(model.tensors):
-        if t.kind is None:
-            continue
-        holders = _holders(old, t)
-        for dst in new.ranks:
-            have = set(blocks_held(old, t, dst)) if dst in load else set()
-            for block in blocks_held(new, t, dst):
+        num_units = 1 if t.kind is None else model.counts[t.kind]
+        holders = _holders(old[index])
+        for dst in sorted(new[index]):
+            have = set(old[index].get(dst, ()))
+            for block in new[index][dst]:
                 if block in have:
                     continue
-                numel = block_numel(t, model.counts[t.kind], block)
-                src = min(holders[block], key=lambda g: (load[g], g))
-                load[src] += numel
+                numel = block_numel(t, num_units, block)
+                src = min(holders[block], key=lambda g: (load.get(g, 0), g))
+                load[src] = load.get(src, 0) + numel
                 found.append(Move(index, block, src, dst, numel))
     return tuple(found)
 
@@ -90,9 +103,9 @@ def _share(plan: Plan, t: TensorSpec, global_rank: int) -> int:
     return plan.replicas[replica].layout(t.kind, t.layer).shares[tp_rank]
 
 
-def _holders(plan: Plan, t: TensorSpec) -> dict[int, list[int]]:
+def _holders(held: Mapping[int, tuple[int, ...]]) -> dict[int, list[int]]:
     holders: dict[int, list[int]] = {}
-    for g in plan.ranks:
-        for block in blocks_held(plan, t, g):
+    for g in sorted(held):
+        for block in held[g]:
             holders.setdefault(block, []).append(g)
     return holders

@@ -5,15 +5,25 @@ each replica; those owners form a group, and one all-reduce in that group sums t
 are staged on other ranks, and replicas may have any mix of degrees.
 
 Blocks that several units share (a KV head copied to each rank that holds some of its query heads)
-are summed by `copies`: their first owner is the one that counts.
+are held by more than one rank of a replica. Each holder's gradient covers its own query heads, so
+the group of such a block is all its holders: one sum adds each contribution once and reaches every
+copy.
+
+Tensors that every rank holds whole are summed over the world, in buckets after all others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ntp_core.plan import Plan
-from ntp_core.units import ModelUnits, TensorSpec
+from ntp_core.units import ModelUnits, TensorSpec, UnitKind, block_numel
+
+DEFAULT_BUCKET_BYTES = 25 << 20
+"""As in torch's DistributedDataParallel: large enough for bandwidth, small enough to overlap."""
+
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,7 @@ class Segment:
 
     start: int
     stop: int
-    owners: tuple[int, ...]
+    owners: Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +45,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SyncGroup:
-    """Ranks, one per replica, and all pieces they sum together, in one fixed order."""
+    """Ranks and all pieces they sum together, in one fixed order.
 
-    ranks: tuple[int, ...]
+    The ranks stand replica by replica, in each by tp_rank; one per replica where units do not share
+    blocks.
+    """
+
+    ranks: Ranks
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One all-reduce of a step: a group's pieces that lie in one bucket."""
+
+    bucket: int
+    ranks: Ranks
     pieces: tuple[Piece, ...]
 
 
@@ -51,11 +74,34 @@ def unit_owners(plan: Plan, tensor: TensorSpec) -> list[list[int]]:
     return owners
 
 
+def block_holders(plan: Plan, tensor: TensorSpec) -> list[Ranks]:
+    """For each block of a cut tensor all ranks that hold it, replica by replica, by tp_rank.
+
+    >>> from ntp_core.plan import Layout, ReplicaPlan
+    >>> K = UnitKind.ATTENTION
+    >>> r = ReplicaPlan(ranks=(0, 1), layouts={K: Layout.contiguous((3, 1))}, batch=1)
+    >>> kv = TensorSpec(name="k", shape=(2, 1), kind=K, sharing=2)
+    >>> block_holders(Plan.build({K: 4}, [r]), kv)
+    [(0,), (0, 1)]
+    """
+    owners, n = unit_owners(plan, tensor), tensor.sharing
+    if n == 1:
+        return list(zip(*owners, strict=True))
+    places = [{g: p for p, g in enumerate(r.ranks)} for r in plan.replicas]
+    return [
+        tuple(
+            g
+            for of_unit, place in zip(owners, places, strict=True)
+            for g in sorted(set(of_unit[start : start + n]), key=place.__getitem__)
+        )
+        for start in range(0, len(owners[0]), n)
+    ]
+
+
 def segments(plan: Plan, tensor: TensorSpec) -> tuple[Segment, ...]:
     """The segments of this tensor's kind and layer, ascending.
 
     >>> from ntp_core.plan import Layout, ReplicaPlan
-    >>> from ntp_core.units import UnitKind
     >>> K = UnitKind.MLP
     >>> def rep(ranks, shares):
     ...     return ReplicaPlan(ranks=ranks, layouts={K: Layout.contiguous(shares)}, batch=1)
@@ -74,20 +120,112 @@ def segments(plan: Plan, tensor: TensorSpec) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def sync_groups(plan: Plan, model: ModelUnits) -> tuple[SyncGroup, ...]:
+def sync_groups(
+    plan: Plan, model: ModelUnits, tensors: Iterable[int] | None = None
+) -> tuple[SyncGroup, ...]:
     """All groups with what each sums, sorted by their ranks: one global launch order.
+
+    Args:
+        tensors: indices of the tensors to sum, in the order of the pieces; None: all.
 
     Tensors without units are not here: every rank holds them whole.
     """
-    pieces: dict[tuple[int, ...], list[Piece]] = {}
-    for index, t in enumerate(model.tensors):
+    chosen = range(len(model.tensors)) if tensors is None else tensors
+    return _Cells(plan).groups(model, chosen)
+
+
+def whole_tensors(plan: Plan, model: ModelUnits) -> tuple[int, ...]:
+    """Tensors without units whose gradients must be summed over the world.
+
+    With one replica only those whose gradient is partial on each rank: others are whole already.
+    """
+    return tuple(
+        i
+        for i, t in enumerate(model.tensors)
+        if t.kind is None and (t.partial_grad or len(plan.replicas) > 1)
+    )
+
+
+def launches(
+    plan: Plan, model: ModelUnits, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> tuple[Launch, ...]:
+    """Every all-reduce of a step in the order in which all ranks launch theirs.
+
+    Buckets run against the order in which the model lists its tensors, which is about the order in
+    which backward finishes them; in a bucket groups are sorted by ranks. Groups of one are left
+    out.
+
+    Args:
+        bucket_bytes: a bucket is closed once an even share of the smallest replica has this many.
+    """
+    degree = min(len(r.ranks) for r in plan.replicas)
+    cut = [i for i in reversed(range(len(model.tensors))) if model.tensors[i].kind is not None]
+    whole = list(reversed(whole_tensors(plan, model)))
+    found: list[Launch] = []
+    number = 0
+    cells = _Cells(plan)
+    for tensors in _buckets(model, cut, bucket_bytes * degree):
+        for group in cells.groups(model, tensors):
+            found.append(Launch(number, group.ranks, group.pieces))
+        number += 1
+    for tensors in _buckets(model, whole, bucket_bytes):
+        pieces = tuple(Piece(i, (0,)) for i in tensors)
+        found.append(Launch(number, plan.ranks, pieces))
+        number += 1
+    return tuple(launch for launch in found if len(launch.ranks) > 1)
+
+
+def launch_bytes(launch: Launch, model: ModelUnits) -> int:
+    """Bytes that each rank of a launch puts into its sum."""
+    numel = 0
+    for piece in launch.pieces:
+        t = model.tensors[piece.tensor]
         if t.kind is None:
-            continue
-        by_group: dict[tuple[int, ...], list[int]] = {}
-        for s in segments(plan, t):
-            for block in range(s.start // t.sharing, -(-s.stop // t.sharing)):
-                if s.start <= block * t.sharing < s.stop:  # the owner of a block's first unit
-                    by_group.setdefault(s.owners, []).append(block)
-        for owners, blocks in by_group.items():
-            pieces.setdefault(owners, []).append(Piece(index, tuple(blocks)))
-    return tuple(SyncGroup(ranks, tuple(pieces[ranks])) for ranks in sorted(pieces))
+            numel += t.numel
+        else:
+            numel += sum(block_numel(t, model.counts[t.kind], b) for b in piece.blocks)
+    return numel * model.dtype_bytes
+
+
+class _Cells:
+    """Blocks by the group that sums them; worked out once for tensors that are cut alike."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._own = {key for r in plan.replicas for key in r.overrides}
+        self._known: dict[tuple[UnitKind, int, int], dict[Ranks, tuple[int, ...]]] = {}
+
+    def groups(self, model: ModelUnits, tensors: Iterable[int]) -> tuple[SyncGroup, ...]:
+        """Groups of some tensors with their pieces, sorted by ranks; whole tensors are left out."""
+        pieces: dict[Ranks, list[Piece]] = {}
+        for index in tensors:
+            if model.tensors[index].kind is not None:
+                for ranks, blocks in self.of(model.tensors[index]).items():
+                    pieces.setdefault(ranks, []).append(Piece(index, blocks))
+        return tuple(SyncGroup(ranks, tuple(pieces[ranks])) for ranks in sorted(pieces))
+
+    def of(self, t: TensorSpec) -> dict[Ranks, tuple[int, ...]]:
+        """Group -> its blocks of the tensor, ascending."""
+        assert t.kind is not None
+        layer = t.layer if (t.kind, t.layer) in self._own else -1
+        key = (t.kind, t.sharing, layer)
+        if key not in self._known:
+            cells: dict[Ranks, list[int]] = {}
+            for block, ranks in enumerate(block_holders(self._plan, t)):
+                cells.setdefault(ranks, []).append(block)
+            self._known[key] = {ranks: tuple(blocks) for ranks, blocks in cells.items()}
+        return self._known[key]
+
+
+def _buckets(model: ModelUnits, tensors: Iterable[int], limit: int) -> Iterator[list[int]]:
+    """Consecutive tensors until they have `limit` bytes together."""
+    bucket: list[int] = []
+    size = 0
+    for i in tensors:
+        bucket.append(i)
+        size += model.tensors[i].numel * model.dtype_bytes
+        if size >= limit:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

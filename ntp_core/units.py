@@ -15,6 +15,10 @@ from enum import StrEnum
 from typing import Any
 
 from ntp_core.errors import ModelMismatch
+from ntp_core.inbound.ranges import check_flag, check_whole
+
+MAX_SIZE = 1 << 48  # elements along one dim; no array is longer
+MAX_DIMS = 8
 
 
 class UnitKind(StrEnum):
@@ -88,6 +92,11 @@ class ModelUnits:
     def _check(self, t: TensorSpec) -> None:
         if t.kind is None:
             return
+        if not 0 <= t.dim < len(t.shape) or t.parts < 1 or t.sharing < 1:
+            raise ModelMismatch(
+                f"tensor '{t.name}' of shape {t.shape}: dim {t.dim}, {t.parts} parts, sharing "
+                f"{t.sharing}; the dim must exist, the others be 1 at least"
+            )
         if t.kind not in self.counts:
             raise ModelMismatch(f"tensor '{t.name}' is cut by {t.kind} units, but none are counted")
         num_units = self.counts[t.kind]
@@ -135,23 +144,39 @@ class ModelUnits:
     def from_json(cls, data: dict[str, Any]) -> ModelUnits:
         """Inverse of `to_json`. Raises ModelMismatch on data of another form."""
         try:
-            tensors = tuple(
-                TensorSpec(
-                    name=str(t["name"]),
-                    shape=tuple(int(s) for s in t["shape"]),
-                    kind=None if t["kind"] is None else UnitKind(t["kind"]),
-                    layer=int(t["layer"]),
-                    dim=int(t["dim"]),
-                    parts=int(t["parts"]),
-                    sharing=int(t["sharing"]),
-                    partial_grad=bool(t.get("partial_grad", False)),
-                )
-                for t in data["tensors"]
-            )
-            counts = {UnitKind(k): int(n) for k, n in data["counts"].items()}
-            return cls(counts=counts, tensors=tensors, dtype_bytes=int(data["dtype_bytes"]))
-        except (KeyError, TypeError, AttributeError) as error:
+            tensors = tuple(_tensor_from_json(t) for t in data["tensors"])
+            counts = {
+                UnitKind(k): check_whole(f"counts of {k}", n, 1, MAX_SIZE, ModelMismatch)
+                for k, n in data["counts"].items()
+            }
+            dtype_bytes = check_whole("dtype_bytes", data["dtype_bytes"], 1, 64, ModelMismatch)
+        except ModelMismatch as error:
+            raise ModelMismatch(f"not a description of a model's units: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelMismatch(f"not a description of a model's units: {error!r}") from error
+        return cls(counts=counts, tensors=tensors, dtype_bytes=dtype_bytes)
+
+
+def _tensor_from_json(data: dict[str, Any]) -> TensorSpec:
+    name, shape = data["name"], tuple(data["shape"])
+    kind = None if data["kind"] is None else UnitKind(data["kind"])
+    if not isinstance(name, str) or len(shape) > MAX_DIMS:
+        raise ModelMismatch(f"tensor {name!r} of {len(shape)} dims; give a name and 8 dims at most")
+    least = 0 if kind is None else 1
+    return TensorSpec(
+        name=name,
+        shape=tuple(_whole(name, "shape", size, least, MAX_SIZE) for size in shape),
+        kind=kind,
+        layer=_whole(name, "layer", data["layer"], -1, MAX_SIZE),
+        dim=_whole(name, "dim", data["dim"], 0, max(0, len(shape) - 1)),
+        parts=_whole(name, "parts", data["parts"], 1, MAX_SIZE),
+        sharing=_whole(name, "sharing", data["sharing"], 1, MAX_SIZE),
+        partial_grad=check_flag("partial_grad", data.get("partial_grad", False), ModelMismatch),
+    )
+
+
+def _whole(tensor: str, field: str, value: object, least: int, most: int) -> int:
+    return check_whole(f"tensor {tensor!r}: {field}", value, least, most, ModelMismatch)
 
 
 def block_size(t: TensorSpec, num_units: int) -> int:

@@ -38,7 +38,7 @@ def busy_per_rank_s(job: JobState) -> dict[int, float]:
     """Median of each rank's own time over its newest steps under the plan in force, in seconds."""
     busy = {}
     for r in job.ranks.values():
-        newest = [s.busy_ns for s in list(r.steps)[-MEASURED_STEPS:] if s.epoch == r.epoch]
+        newest = [s.own_ns for s in list(r.steps)[-MEASURED_STEPS:] if s.epoch == r.epoch]
         if newest and r.alive is not False:
             busy[r.rank] = median(newest) / 1e9
     return busy
@@ -64,8 +64,8 @@ def plan_for_slow_rank(min_gain: float = 0.05, work_of: WorkOf = work_by_weights
             return None
         try:
             return _proposal_for(job, job.plan, work, min_gain)
-        except NtpError:
-            return None  # not every rank is measured yet, or no plan fits
+        except (NtpError, ArithmeticError, LookupError):
+            return None  # not every rank is measured yet, no plan fits, or the job's numbers do not
 
     return planner
 

@@ -12,6 +12,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from sidecar.config import Config, ConfigError
@@ -19,17 +20,16 @@ from sidecar.export.otel import ChangeTracer
 from sidecar.incidents.tracker import Transition
 from sidecar.ingest.state import Change
 from sidecar.notify.alertmanager import AlertmanagerClient, AlertmanagerFeed
+from sidecar.notify.endpoint import check_url
 from sidecar.notify.events import WebhookFormat, change_event, incident_event
+from sidecar.notify.intake import Intake
 from sidecar.notify.outbox import Outbox
 from sidecar.notify.sender import Sender, SenderCounts
 from sidecar.notify.signer import Signer, load_secret
 
 
 class Webhooks:
-    """The webhook of one job: an outbox and the thread that empties it.
-
-    Attributes:
-        sent: messages put into the outbox by this sidecar.
+    """The webhook of one job: an outbox, the thread that fills it and the one that empties it.
 
     Raises:
         ConfigError: the state directory cannot be written.
@@ -37,7 +37,6 @@ class Webhooks:
     """
 
     def __init__(self, config: Config, job_id: str, env: Mapping[str, str] = os.environ) -> None:
-        self.sent = 0
         self._job_id = job_id
         self._format = WebhookFormat(config.webhook_format)
         state_dir = config.state_path(env)
@@ -53,35 +52,65 @@ class Webhooks:
                 "give a writable --state-dir"
             ) from error
         self._sender = Sender(self._outbox, config.webhook_url, Signer(secret), rng=random.Random())
+        self._intake = Intake(self._sender.send)
 
     def start(self) -> None:
         """Begin to deliver, first what an earlier sidecar left."""
         self._sender.start()
+        self._intake.start()
+
+    @property
+    def sent(self) -> int:
+        """Messages of this sidecar that are in the outbox or wait for it."""
+        return self._intake.sent
+
+    @property
+    def dropped(self) -> int:
+        """Messages that could not be kept."""
+        return self._intake.dropped
 
     def incidents(self, transitions: Iterable[Transition]) -> None:
-        """Queue a message for each incident that fired or resolved."""
+        """Hand over a message for each incident that fired or resolved. Waits for nothing."""
         for t in transitions:
             message = incident_event(self._job_id, t.incident, self._format)
             if message is not None:
-                self.sent += self._sender.send(message.id, message.body)
+                self._intake.hand(message.id, message.body)
 
     def changes(self, ended: Iterable[Change], unix_offset_ns: int) -> None:
-        """Queue a message for each change that ended."""
+        """Hand over a message for each change that ended. Waits for nothing."""
         for change in ended:
             message = change_event(
                 self._job_id, change, self._format, unix_offset_ns=unix_offset_ns
             )
             if message is not None:
-                self.sent += self._sender.send(message.id, message.body)
+                self._intake.hand(message.id, message.body)
 
     def counts(self) -> SenderCounts:
-        """Attempts by outcome, and what waits."""
-        return self._sender.counts()
+        """Attempts by outcome, and what waits: in the outbox, and for it."""
+        counts = self._sender.counts()
+        return replace(counts, queued=counts.queued + self._intake.waiting)
 
     def stop(self) -> None:
-        """Stop delivering; the rest stays in the outbox."""
+        """Keep what was handed over, then stop delivering; the rest stays in the outbox."""
+        self._intake.stop()
         self._sender.stop()
         self._outbox.close()
+
+
+def check_outlets(config: Config, env: Mapping[str, str] = os.environ) -> None:
+    """Refuse settings of outlets as the daemon will, without opening anything.
+
+    Raises:
+        ConfigError, InvalidInput: as the daemon's own.
+    """
+    if config.webhook_url:
+        check_url(config.webhook_url)
+        config.state_path(env)
+    if config.webhook_secret:
+        Signer(config.webhook_secret)
+    if config.alertmanager_url:
+        check_url(config.alertmanager_url, "--alertmanager-url")
+    make_tracer(config, env).shutdown()
 
 
 def _make_dir(path: Path) -> None:
@@ -107,12 +136,16 @@ def make_tracer(config: Config, env: Mapping[str, str] = os.environ) -> ChangeTr
     return ChangeTracer.from_environment(env)
 
 
-def make_alertmanager_feed(config: Config) -> AlertmanagerFeed | None:
+def make_alertmanager_feed(config: Config, page_url: str) -> AlertmanagerFeed | None:
     """Keeps an Alertmanager up to date, if one is set.
+
+    Args:
+        page_url: where its alerts link to.
 
     Raises:
         InvalidInput: its URL has a wrong form.
     """
     if not config.alertmanager_url:
         return None
-    return AlertmanagerFeed(AlertmanagerClient(config.alertmanager_url))
+    client = AlertmanagerClient(config.alertmanager_url)
+    return AlertmanagerFeed(client, external_url=f"{page_url}/")

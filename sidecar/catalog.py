@@ -138,8 +138,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("nutp_sidecar_resident_memory_bytes", _G, "bytes", (), "Memory of the sidecar."),
     Metric("nutp_sidecar_series_dropped", _C, "", (), "Series left out by the rank limit."),
     Metric("nutp_sidecar_bad_rings", _C, "", (), "Ring files refused: foreign, torn or too new."),
-    Metric("nutp_webhook_deliveries", _C, "", ("status",), "Deliveries: delivered, retried, dead."),
-    Metric("nutp_webhook_queue", _G, "", (), "Messages waiting in the outbox."),
+    Metric(
+        "nutp_sidecar_outlet_errors",
+        _C,
+        "",
+        ("outlet",),
+        "Errors survived in an outlet: webhook, alertmanager, traces.",
+    ),
+    Metric(
+        "nutp_webhook_deliveries",
+        _C,
+        "",
+        ("status",),
+        "Deliveries: delivered, retried, dead; dropped: lost before they could be kept.",
+    ),
+    Metric("nutp_webhook_queue", _G, "", (), "Messages waiting in the outbox, or for it."),
 )
 
 CHECKS: tuple[CheckInfo, ...] = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -23,6 +24,11 @@ from sidecar.incidents.tracker import Policy
 ENV_PREFIX = "NTP_SIDECAR_"
 FILE_VARIABLE = "NTP_SIDECAR_CONFIG"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MAX_FILE_BYTES = 1 << 20
+
+# Python's own parsers also take digits of other scripts and underscores.
+_INT = re.compile(r"[+-]?[0-9]{1,20}")
+_FLOAT = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 
 
 class ConfigError(ValueError):
@@ -89,11 +95,18 @@ class Config:
     otlp_endpoint: str = _setting("", "base URL of an OTLP/HTTP receiver; empty exports no traces")
 
     def state_path(self, env: Mapping[str, str] = os.environ) -> Path:
-        """The state directory: as set, else by the XDG base directory rules."""
-        if self.state_dir:
-            return Path(self.state_dir).expanduser()
-        base = env.get("XDG_STATE_HOME") or "~/.local/state"
-        return Path(base).expanduser() / "ntp-sidecar"
+        """The state directory: as set, else by the XDG base directory rules.
+
+        Raises ConfigError when it names the home of nobody.
+        """
+        place = self.state_dir or f"{env.get('XDG_STATE_HOME') or '~/.local/state'}/ntp-sidecar"
+        try:
+            return Path(place).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"state_dir is {place!r} and there is no such home directory; "
+                "give a full path with --state-dir"
+            ) from error
 
     def slow_rank_limits(self) -> SlowRankLimits:
         """Limits of the check slow_rank."""
@@ -197,12 +210,16 @@ def flag_of(name: str) -> str:
 
 def _read_file(file: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        table = tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(
             f"config file '{file}' cannot be read ({error.strerror}); give a readable TOML file"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers or nests no end
         raise ConfigError(f"config file '{file}' is not TOML: {error}; correct it") from error
     names = [f.name for f in fields(Config)]
     for key in table:
@@ -237,18 +254,31 @@ def _parse(kind: str, raw: Any) -> int | float | str | None:
     try:
         match kind:
             case "int":
-                return int(raw) if isinstance(raw, int | str) else None
+                is_number = isinstance(raw, int) or _is_text_of(_INT, raw)
+                return int(raw) if is_number else None
             case "float":
-                number = float(raw)
+                is_number = isinstance(raw, int | float) or _is_text_of(_FLOAT, raw)
+                number = float(raw) if is_number else float("nan")
                 return number if abs(number) < float("inf") else None
             case _:
                 return raw if isinstance(raw, str) else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _is_text_of(form: re.Pattern[str], raw: Any) -> bool:
+    return isinstance(raw, str) and form.fullmatch(raw) is not None
 
 
 def _check_together(config: Config, sources: Mapping[str, str]) -> None:
     """What single values cannot tell."""
+    if not is_host(config.host):
+        raise ConfigError(
+            f"host is {config.host!r} (from {sources['host']}); give a host name or an address, "
+            "as 127.0.0.1"
+        )
+    if config.state_dir:
+        config.state_path()
     if config.host not in LOOPBACK and not config.token:
         raise ConfigError(
             f"host is '{config.host}' (from {sources['host']}) and no token is set; "
@@ -259,20 +289,33 @@ def _check_together(config: Config, sources: Mapping[str, str]) -> None:
             f"slow_rank_clear is {config.slow_rank_clear} (from {sources['slow_rank_clear']}), "
             f"above slow_rank_threshold {config.slow_rank_threshold}; make it lower"
         )
-    for name in ("webhook_url", "otlp_endpoint"):
+    for name in ("webhook_url", "alertmanager_url", "otlp_endpoint"):
         value = getattr(config, name)
         if value and not is_http_url(value):
             raise ConfigError(
-                f"{name} is '{_without_password(value)}' (from {sources[name]}); "
+                f"{name} is {_without_password(value)!r} (from {sources[name]}); "
                 "give a URL like http://host:port/path"
             )
 
 
+def is_host(text: str) -> bool:
+    """Whether this can be the name or the address of a host; whether there is one is not asked."""
+    if any(c.isspace() or not c.isprintable() for c in text):
+        return False
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:  # an empty label, or one that is too long
+        return False
+
+
 def is_http_url(text: str) -> bool:
     """Whether this is an http or https URL with a host and, if any, a valid port."""
+    if any(c.isspace() or not c.isprintable() for c in text):  # urlsplit takes some of them out
+        return False
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_web = parts.scheme in ("http", "https") and parts.port != 0
+        return is_web and is_host(parts.hostname or "")
     except ValueError:
         return False
 

@@ -14,7 +14,9 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -32,12 +34,13 @@ from sidecar.ingest.state import JobState
 from sidecar.proposals import ProposalDesk
 from sidecar.published import LOCK_WAIT_S, Published
 from sidecar.report import RunFacts, build_report, read_outside_facts
-from sidecar.usage import Usage
+from sidecar.usage import Usage, raise_file_limit
 from sidecar.view import snapshot_view
 from sidecar.watch import Ticked, build_watch
 from sidecar.web.app import create_app
 from sidecar.web.server import WebServer
-from sidecar.wire.rundir import claim, remove_run_dir
+from sidecar.wire.holders import claim, holders, release_run_dir
+from sidecar.wire.rundir import is_run_dir
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,9 @@ ADDRESS_FILE = "daemon.json"
 METRICS_KEEP_S = 0.2
 """Metrics at most this old are given out again."""
 LOOK_AROUND_S = 0.5
+ORPHAN_S = 2.0
+"""How long nobody must be left before the sidecar of a killed `run` ends."""
+OUTLETS = ("webhook", "alertmanager", "traces")
 FOLLOW_S = 1.0
 """Longest time between two looks at all new steps; the state keeps 512 of them."""
 
@@ -65,7 +71,8 @@ class Daemon:
 
     Attributes:
         tick_errors: ticks that failed and were survived.
-        first_error: traceback of the first of them.
+        outlet_errors: errors of each outlet that were survived.
+        first_error: traceback of the first of all these.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class Daemon:
         self.config = config
         self.run_dir = run_dir
         self.tick_errors = 0
+        self.outlet_errors = Counter(dict.fromkeys(OUTLETS, 0))
         self.first_error = ""
         self.last_tick_unix_s: float | None = None
         self._tick_s: float | None = None
@@ -95,7 +103,6 @@ class Daemon:
         self._published = Published(self._lock, self._snapshot, self._watching)
         self._tracer = make_tracer(config)
         self._webhooks = Webhooks(config, self.job.job_id) if config.webhook_url else None
-        self._alertmanager = make_alertmanager_feed(config)
         app = create_app(
             self._published,
             token=config.token or None,
@@ -103,6 +110,7 @@ class Daemon:
             report=self.report,
         )
         self._web = WebServer(app, token=config.token or None, host=config.host, port=config.port)
+        self._alertmanager = make_alertmanager_feed(config, self._web.url)
 
     @property
     def job(self) -> JobState:
@@ -160,11 +168,9 @@ class Daemon:
             self._announce(ticked)
             self._published.ticked(bool(applied or ticked.transitions) or self._is_second_over())
         except Exception:
-            # The one broad except of the sidecar: a fault in one tick must not blind it.
+            # A fault in one tick must not blind the sidecar.
             self.tick_errors += 1
-            if not self.first_error:
-                self.first_error = traceback.format_exc()
-                log.error("a tick failed and was survived:\n%s", self.first_error)
+            self._note_error("a tick")
         self._tick_s = time.perf_counter() - begin_s
         self.last_tick_unix_s = time.time()
 
@@ -187,15 +193,35 @@ class Daemon:
         if time.monotonic() - self._followed_s > FOLLOW_S:
             self._followed_s = time.monotonic()
             self._exporter.follow(self.job)
-        self._tracer.follow(self.job, now_ns, self._unix_offset_ns)
+        with self._outlet("traces"):
+            self._tracer.follow(self.job, now_ns, self._unix_offset_ns)
         return applied, ticked
 
     def _announce(self, ticked: Ticked) -> None:
-        if self._alertmanager is not None:
-            self._alertmanager.update(self.job.job_id, self.incidents)
+        """Each outlet and each message by itself: what is wrong with one must cost no other."""
         if self._webhooks is not None:
-            self._webhooks.incidents(ticked.transitions)
-            self._webhooks.changes(ticked.ended, self._unix_offset_ns)
+            for transition in ticked.transitions:
+                with self._outlet("webhook"):
+                    self._webhooks.incidents([transition])
+            for change in ticked.ended:
+                with self._outlet("webhook"):
+                    self._webhooks.changes([change], self._unix_offset_ns)
+        with self._outlet("alertmanager"):
+            if self._alertmanager is not None:
+                self._alertmanager.update(self.job.job_id, self.incidents)
+
+    @contextmanager
+    def _outlet(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.outlet_errors[name] += 1
+            self._note_error(f"the outlet '{name}'")
+
+    def _note_error(self, what: str) -> None:
+        if not self.first_error:
+            self.first_error = traceback.format_exc()
+            log.error("%s failed and was survived:\n%s", what, self.first_error)
 
     def _is_second_over(self) -> bool:
         """Ages grow even if nothing happens: readers get a new view once a second."""
@@ -211,13 +237,13 @@ class Daemon:
         )
 
     def _metrics(self, accept: str | None) -> tuple[bytes, str]:
-        if time.monotonic() - self._metrics_s > METRICS_KEEP_S and self._lock.acquire(
-            timeout=LOCK_WAIT_S
-        ):
+        is_old = time.monotonic() - self._metrics_s > METRICS_KEEP_S
+        stats = self._stats() if is_old else None  # asks the outbox: not under the tick's lock
+        if stats is not None and self._lock.acquire(timeout=LOCK_WAIT_S):
             try:
                 self._exporter.follow(self.job)
                 view = JobView(job=self.job, incidents=self.incidents, checks=self._watch.rows())
-                self._exporter.publish([view], self._stats(), time.monotonic_ns())
+                self._exporter.publish([view], stats, time.monotonic_ns())
                 self._metrics_s = time.monotonic()
             finally:
                 self._lock.release()
@@ -236,6 +262,8 @@ class Daemon:
             webhooks_delivered=hooks.delivered if hooks else 0,
             webhooks_retried=hooks.retried if hooks else 0,
             webhooks_dead=hooks.dead if hooks else 0,
+            webhooks_dropped=self._webhooks.dropped if self._webhooks else 0,
+            outlet_errors=dict(self.outlet_errors),
             webhooks_queued=hooks.queued if hooks else None,
         )
 
@@ -284,8 +312,8 @@ def run_until_signal(
     """Start, call `ready`, wait for SIGTERM or SIGINT, stop. Main thread only.
 
     Args:
-        parent_pid: the process that runs the job; when it is gone and no rank lives, nobody is
-            left to end this process, so it ends by itself.
+        parent_pid: the process that runs the job; when it is gone and no process of the job is
+            left, nobody can end this process, so it ends by itself.
     """
     asked = threading.Event()
 
@@ -295,22 +323,32 @@ def run_until_signal(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ask)
+    raise_file_limit()
     daemon.start()
+    is_left = False
     try:
         ready(daemon)
         was_there = False
-        while not asked.wait(LOOK_AROUND_S) and not _is_orphan(daemon, parent_pid):
+        since_s = time.monotonic()
+        while not asked.wait(LOOK_AROUND_S) and not is_left:
             is_there = daemon.run_dir.is_dir()
             if was_there and not is_there:
                 log.warning("the run directory %s has gone; the job is over", daemon.run_dir)
             was_there = is_there
+            if not _is_orphan(daemon, parent_pid):
+                since_s = time.monotonic()
+            is_left = time.monotonic() - since_s > ORPHAN_S
     finally:
         daemon.stop()
-        if _is_orphan(daemon, parent_pid):
-            remove_run_dir(daemon.run_dir)  # its maker can no longer do so
+        if is_left and is_run_dir(daemon.run_dir):
+            release_run_dir(daemon.run_dir, 0.0)  # its maker can no longer do so
 
 
 def _is_orphan(daemon: Daemon, parent_pid: int | None) -> bool:
+    """Whether our parent has gone, and no process of its job is left: neither a rank nor the
+    command, which may be far from its first rank."""
     if parent_pid is None or os.getppid() == parent_pid:
         return False
-    return not any(r.alive for r in list(daemon.job.ranks.values()))
+    if any(r.alive for r in list(daemon.job.ranks.values())):
+        return False
+    return not holders(daemon.run_dir)

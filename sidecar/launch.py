@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,12 +34,17 @@ def child_environment(
     return env
 
 
-def run_command(cmd: Sequence[str], env_additions: Mapping[str, str]) -> int:
+def run_command(
+    cmd: Sequence[str],
+    env_additions: Mapping[str, str],
+    started: Callable[[int], object] | None = None,
+) -> int:
     """Run a command to its end.
 
     Args:
         cmd: program and arguments; the program is looked up on PATH.
         env_additions: variables for the probe: NTP_SIDECAR_RUN_DIR, NTP_SIDECAR_JOB_ID.
+        started: called with the pid of the command.
 
     Returns:
         its exit status; 128 + n if signal n ended it; 127 or 126 if it could not be started.
@@ -61,6 +66,8 @@ def run_command(cmd: Sequence[str], env_additions: Mapping[str, str]) -> int:
         except OSError as error:
             sys.stderr.write(f"ntp-sidecar: cannot start {cmd[0]!r}: {error.strerror}\n")
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        if started is not None:
+            started(child[0].pid)
         for signum in waiting:
             child[0].send_signal(signum)
         status = child[0].wait()
@@ -77,11 +84,15 @@ def _is_terminals_job() -> bool:
 
 @contextmanager
 def _handlers(forward: signal._HANDLER) -> Iterator[None]:
-    """Forward signals while in here. Python allows handlers in the main thread only."""
+    """Forward signals while in here. Python allows handlers in the main thread only.
+
+    A signal that is ignored (nohup) stays so, for the command too: a handler would be reset there.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {s: signal.signal(s, forward) for s in _FORWARDED}
+    heard = [s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, forward) for s in heard}
     try:
         yield
     finally:

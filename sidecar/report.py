@@ -1,8 +1,8 @@
 """The summary of a whole run: the body of `/api/v1/report`.
 
-Every number was measured by this run. What nobody measured is None. Parity with one process and the
-receiver's view of a webhook's signature come from outside: who measured them leaves `facts.json` in
-the run directory.
+Every number was measured by this run. What nobody measured is None, and what is not finite too.
+Parity with one process and the receiver's view of a webhook's signature come from outside: who
+measured them leaves `facts.json` in the run directory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from ntp_core.inbound.plain_json import finite_or_none
+from ntp_core.inbound.regular_file import read_regular
 from ntp_core.observe import Reason
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.spans import is_verified, start_ns, stop_ns
@@ -59,14 +61,12 @@ def read_outside_facts(run_dir: Path) -> OutsideFacts:
     path = run_dir / FACTS_FILE
     facts: OutsideFacts = {}
     try:
-        if path.stat().st_size > MAX_FACTS_BYTES:
-            return facts
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(read_regular(path, MAX_FACTS_BYTES))
         parity = body.get("max_rel_loss_diff_vs_single_process")
         verified = body.get("signature_verified")
     except (OSError, ValueError, AttributeError, RecursionError):
         return facts
-    if isinstance(parity, float | int) and math.isfinite(parity):
+    if isinstance(parity, float) and math.isfinite(parity):
         facts["max_rel_loss_diff_vs_single_process"] = float(parity)
     if isinstance(verified, bool):
         facts["signature_verified"] = verified
@@ -79,7 +79,7 @@ def build_report(job: JobState, incidents: Iterable[Incident], facts: RunFacts) 
         "ranks": max((r.world_size for r in job.ranks.values()), default=0) or len(job.ranks),
         "replicas": _replicas(job),
         "steps": max((r.step for r in job.ranks.values()), default=0),
-        "loss": {"first": facts.loss_first, "last": _loss_last(job)},
+        "loss": {"first": finite_or_none(facts.loss_first), "last": _loss_last(job)},
         "parity": {
             "max_rel_loss_diff_vs_single_process": facts.max_rel_loss_diff_vs_single_process
         },
@@ -114,7 +114,7 @@ def _replicas(job: JobState) -> list[dict[str, Any]]:
 
 def _loss_last(job: JobState) -> float | None:
     known = [r for r in job.ranks.values() if r.loss is not None]
-    return max(known, key=lambda r: (r.step, -r.rank)).loss if known else None
+    return finite_or_none(max(known, key=lambda r: (r.step, -r.rank)).loss) if known else None
 
 
 def _change(c: Change) -> dict[str, Any]:

@@ -1,65 +1,152 @@
 """`ntp-sidecar run`: the job in front, its sidecar in a process of its own beside it.
 
-The sidecar may die and the job does not notice; the job's exit status is ours. The run directory is
-made before either of them and removed when both are over.
+The job is what counts. It runs to its own end and its exit status is ours, whatever becomes of the
+sidecar or of the place for rings: then it runs unwatched, and one line says why. Only what was
+asked for and cannot be (a setting, a job id that is in use) ends this before the job has started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import FrameType, TracebackType
 
 from sidecar.config import ENV_PREFIX, Config, Loaded
 from sidecar.daemon import read_address
 from sidecar.launch import run_command
-from sidecar.wire.rundir import create_run_dir, default_base, remove_run_dir, remove_stale
+from sidecar.wire.holders import claim, open_run_dir, release_run_dir, remove_stale
+from sidecar.wire.rundir import known_bases
 
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 8.0
 """The sidecar ends by itself in less: its outlets have time limits of their own."""
+RELEASE_S = 2.0
+"""How long ranks may take to be gone after their launcher."""
 BAD_INPUT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What to run. An empty `job_id` makes one."""
+    """What to run. An empty `job_id` makes one; `bases`: where rings may lie, best first."""
 
     cmd: Sequence[str]
     job_id: str
     loaded: Loaded
+    bases: Sequence[Path] = field(default_factory=known_bases)
 
 
 def run(request: RunRequest, env: Mapping[str, str] = os.environ) -> int:
-    """Run the command under watch; returns its exit status, or 2 when nothing was started."""
-    base = default_base()
-    remove_stale(base)
+    """Run the command under watch.
+
+    Returns:
+        its exit status; 2 when a setting is refused, 128 + n when signal n came before its start.
+
+    Raises:
+        BadJobId, RunDirInUse: nothing was started.
+    """
+    for base in request.bases:
+        remove_stale(base)
     job_id = request.job_id or f"run-{os.getpid()}-{time.time_ns() // 1_000_000_000}"
-    run_dir = create_run_dir(job_id, base)
     try:
-        sidecar = _start(run_dir, job_id, request.loaded, env)
-        if sidecar.poll() is not None and sidecar.returncode == BAD_INPUT:
-            return BAD_INPUT  # it has said why on stderr; the job has not been started
-        _say_where(run_dir, job_id, sidecar)
-        try:
-            return run_command(
-                request.cmd,
-                {
-                    "NTP_SIDECAR_RUN_DIR": str(run_dir),
-                    "NTP_SIDECAR_JOB_ID": job_id,
-                    # heard by jobs that are built on the engine
-                    "NTP_OBSERVER": "sidecar.probe.attach:attach_engine",
-                    "NTP_INBOX": str(run_dir),
-                },
-            )
-        finally:
-            _stop(sidecar)
+        with _Signals() as signals:
+            return _run(request, job_id, env, signals)
+    except _Signalled as signalled:
+        return 128 + signalled.number
+
+
+def _run(request: RunRequest, job_id: str, env: Mapping[str, str], signals: _Signals) -> int:
+    try:
+        run_dir = open_run_dir(job_id, request.bases)
+    except OSError as error:
+        sys.stderr.write(f"ntp-sidecar: the job runs unwatched: {error}\n")
+        return run_command(request.cmd, {"NTP_SIDECAR_RUN_DIR": "", "NTP_SIDECAR_DISABLE": "1"})
+    sidecar: subprocess.Popen[bytes] | None = None
+    try:
+        sidecar = _spawn(run_dir, job_id, request.loaded, env)
+        if sidecar is not None:
+            _wait_until_up(run_dir, sidecar)
+            if sidecar.poll() != BAD_INPUT:
+                _say_where(run_dir, job_id, sidecar)
+            if (status := sidecar.poll()) is not None:
+                sidecar = None  # it has said why on stderr
+            if status == BAD_INPUT:
+                return BAD_INPUT  # the job has not been started
+        return run_command(request.cmd, _job_environment(run_dir, job_id), _marker(run_dir))
     finally:
-        remove_run_dir(run_dir)
+        signals.are_deaf = True
+        if sidecar is not None:
+            _stop(sidecar)
+        release_run_dir(run_dir, RELEASE_S)
+
+
+def _job_environment(run_dir: Path, job_id: str) -> dict[str, str]:
+    return {
+        "NTP_SIDECAR_RUN_DIR": str(run_dir),
+        "NTP_SIDECAR_JOB_ID": job_id,
+        # heard by jobs that are built on the engine
+        "NTP_OBSERVER": "sidecar.probe.attach:attach_engine",
+        "NTP_INBOX": str(run_dir),
+    }
+
+
+def _marker(run_dir: Path) -> Callable[[int], None]:
+    """Marks the directory as used by the command: the sidecar stays for it if we are killed."""
+
+    def mark(pid: int) -> None:
+        with contextlib.suppress(OSError):
+            claim(run_dir, pid)
+
+    return mark
+
+
+class _Signalled(BaseException):
+    """A signal came before the job was started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _Signals:
+    """While the job is not there to hear them, SIGINT, SIGTERM and SIGHUP end us in good order.
+
+    Attributes:
+        are_deaf: nothing must interrupt the end of the sidecar; set after the first signal too.
+    """
+
+    def __init__(self) -> None:
+        self.are_deaf = False
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._got)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _got(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if not self.are_deaf:
+            self.are_deaf = True
+            raise _Signalled(number)
 
 
 def settings_as_environment(loaded: Loaded) -> dict[str, str]:
@@ -71,27 +158,34 @@ def settings_as_environment(loaded: Loaded) -> dict[str, str]:
     }
 
 
-def _start(
+def _spawn(
     run_dir: Path, job_id: str, loaded: Loaded, env: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start the sidecar and wait until it serves or has given up."""
+) -> subprocess.Popen[bytes] | None:
+    """Start the sidecar; None, with one line, when it cannot be."""
     cmd = [sys.executable, "-m", "sidecar", "daemon", "--run-dir", str(run_dir)]
-    sidecar = subprocess.Popen(
-        [*cmd, "--job-id", job_id, "--parent-pid", str(os.getpid())],
-        env={**env, **settings_as_environment(loaded)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # Ctrl-C ends the job; the sidecar must live to see that.
-        start_new_session=True,
-    )
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not _serves(run_dir, sidecar) and time.monotonic() < deadline_s:
+    try:
+        return subprocess.Popen(
+            [*cmd, "--job-id", job_id, "--parent-pid", str(os.getpid())],
+            env={**env, **settings_as_environment(loaded)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # Ctrl-C ends the job; the sidecar must live to see that.
+            start_new_session=True,
+        )
+    except OSError as error:
+        sys.stderr.write(f"ntp-sidecar: the job runs unwatched: {error}\n")
+        return None
+
+
+def _wait_until_up(run_dir: Path, sidecar: subprocess.Popen[bytes]) -> None:
+    """Wait until the sidecar serves or has given up."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _serves(run_dir, sidecar) and time.monotonic() < deadline:
         try:
             sidecar.wait(0.02)
         except subprocess.TimeoutExpired:
             continue
         break
-    return sidecar
 
 
 def _serves(run_dir: Path, sidecar: subprocess.Popen[bytes]) -> bool:

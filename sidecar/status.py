@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import httpx
 
 from sidecar.daemon import read_address
 from sidecar.wire.process import is_running
-from sidecar.wire.rundir import SHARED_MEMORY, list_run_dirs
+from sidecar.wire.rundir import known_bases, list_run_dirs
 
 DEFAULT_URL = "http://127.0.0.1:9440"
 TIMEOUT_S = 5.0
@@ -22,17 +23,19 @@ class NoAnswer(Exception):
     """The sidecar could not be asked. The message is one line with what to do."""
 
 
-def find_url(base: Path = SHARED_MEMORY, env: Mapping[str, str] = os.environ) -> str:
+def find_url(bases: Sequence[Path] | None = None, env: Mapping[str, str] = os.environ) -> str:
     """Address of the sidecar to ask: inside a watched job its own; else that of this user's newest
-    watched job on this node; else the default."""
+    watched job on this node, below any base; else the default."""
     own = read_address(Path(env["NTP_SIDECAR_RUN_DIR"])) if "NTP_SIDECAR_RUN_DIR" in env else None
     if own is not None:
         return own[1]
     alive = []
-    for run_dir in list_run_dirs(base):
-        address = read_address(run_dir)
-        if address is not None and is_running(address[0], 0):
-            alive.append((run_dir.stat().st_mtime, address[1]))
+    for base in known_bases() if bases is None else bases:
+        for run_dir in list_run_dirs(base):
+            address = read_address(run_dir)
+            if address is not None and is_running(address[0], 0):
+                with contextlib.suppress(OSError):  # removed just now
+                    alive.append((run_dir.stat().st_mtime, address[1]))
     return max(alive)[1] if alive else DEFAULT_URL
 
 
@@ -66,7 +69,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     step_time = job["step_time_s"]
     lines = [
         f"job {job['job_id']}: {job['status']}, step {_or_unknown(job['step'])}, "
-        f"loss {_or_unknown(job['loss'])}, "
+        f"loss {'not finite' if job['loss_is_finite'] is False else _or_unknown(job['loss'])}, "
         f"step time {'unknown' if step_time is None else f'{step_time:.3g} s'}",
         f"ranks: {job['ranks_alive']} alive, {job['ranks_dead']} dead; "
         f"plan epoch {_or_unknown(job['plan_epoch'])}",

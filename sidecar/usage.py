@@ -1,7 +1,8 @@
-"""What the sidecar itself costs."""
+"""What the sidecar itself costs, and how many files it may hold open."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from dataclasses import dataclass
@@ -25,3 +26,13 @@ class Usage:
         return cls(
             at_s=time.monotonic(), cpu_s=used.ru_utime + used.ru_stime, resident_bytes=memory
         )
+
+
+def raise_file_limit() -> None:
+    """Raise this process' soft limit of open files to the hard one; each ring takes one.
+
+    Where that is not allowed the limit stays: fewer rings are watched then, and counted.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -7,13 +7,13 @@ lead to a proposal. Time comes in as an argument; the only thing written is the 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ntp_core.cost import Work
-from ntp_core.units import UnitKind
 from sidecar.advice import Planner, plan_for_slow_rank, work_by_weights
 from sidecar.checks.finding import Check, Finding
 from sidecar.checks.registry import build_checks
@@ -120,10 +120,11 @@ class JobWatch:
         return fresh
 
     def _note_first_loss(self) -> None:
+        """The first finite one: before its first loss is known, a job reports NaN."""
         if self.job.loss_first is None:
-            first = [r.steps[0] for r in self.job.ranks.values() if r.steps]
-            if first:
-                self.job.loss_first = min(first, key=lambda s: s.step).loss
+            knows = [r for r in self.job.ranks.values() if r.loss is not None]
+            known = [s for r in knows for s in r.steps if math.isfinite(s.loss)]
+            self.job.loss_first = min(known, key=lambda s: s.step).loss if known else None
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class WorkFiles:
         digest = job.plan.digest
         if digest not in self._known:
             work = self._read(digest) or work_by_weights(job)
-            if work is None:
+            if work is None or not work.unit.keys() >= job.plan.counts.keys():
                 return None
             self._known = {digest: work}
         return self._known[digest]
@@ -148,9 +149,8 @@ class WorkFiles:
     def _read(self, digest: str) -> Work | None:
         try:
             body = json.loads(read_plan(self.run_dir, digest))["work"]
-            unit = {UnitKind(k): float(v) for k, v in body["unit"].items()}
-            return Work(unit=unit, rank=float(body["rank"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return Work.from_json(body)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
 

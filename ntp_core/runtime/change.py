@@ -24,34 +24,45 @@ from ntp_core.errors import RanksDisagree
 from ntp_core.observe import ChangePhase, ChangeStatus
 from ntp_core.plan import Plan
 from ntp_core.proposal import Proposal
-from ntp_core.reshard import elements_lower_bound
+from ntp_core.reshard import elements_lower_bound, moves_between
 from ntp_core.runtime.comm import Comm
-from ntp_core.runtime.content import (
-    BlockIndex,
-    counted_mask,
-    fingerprint_vector,
-    optimizer_planes,
+from ntp_core.runtime.content import BlockIndex
+from ntp_core.runtime.optim.planes import (
+    Plane,
+    adopt_state,
+    copies_agree,
+    optimizer_steps,
+    plane_bytes,
+    planes_of,
+    shared_fingerprints,
 )
 from ntp_core.runtime.parallel_model import ParallelModel
-from ntp_core.runtime.shards import Placement
-from ntp_core.runtime.sync import groups_of
-from ntp_core.runtime.transfer import Planes, Transferred, transfer
+from ntp_core.runtime.shards import KeptPlacement, Placement
+from ntp_core.runtime.sync.modes import SyncMode, groups_of
+from ntp_core.runtime.transfer import Transferred, transfer
 
-Vectors = npt.NDArray[np.int64]  # [replicas, planes, blocks]
+Vectors = npt.NDArray[np.int64]  # [copies, blocks]
 
 
 class Changer:
     """Carries out proposals on one rank."""
 
     def __init__(
-        self, comm: Comm, model: ParallelModel, optimizer: torch.optim.Optimizer, *, seed: int
+        self,
+        comm: Comm,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        seed: int,
+        mode: SyncMode = SyncMode.SEGMENTS,
     ) -> None:
         self._comm = comm
         self._model = model
         self._optimizer = optimizer
         self._seed = seed
         self._index = BlockIndex(model.units)
-        comm.ensure_groups(groups_of(model.shards))
+        self._mode = mode
+        comm.ensure_groups(groups_of(model.shards, mode))
 
     def apply(self, proposal: Proposal, step: int, adopt: Callable[[Plan], None]) -> bool:
         """Change to the proposal's plan; False when it was rolled back. Every rank takes part.
@@ -69,58 +80,52 @@ class Changer:
             agree(self._comm, [step, old.epoch, *_words(old.digest), *_words(new.digest)])
         placement = Placement(self._model.units, new, self._comm.rank)
         with self._phase(new.epoch, ChangePhase.REGROUP):
-            self._comm.ensure_groups(groups_of(placement))
-        planes = optimizer_planes(self._model.shards, self._optimizer)
-        before = self._vectors(self._model.shards, planes)
+            self._comm.ensure_groups(groups_of(placement, self._mode))
+        planes = planes_of(self._model.shards, self._optimizer)
+        steps = optimizer_steps(self._comm, self._optimizer)
+        before = self._fingerprints(planes)
         moved = self._transfer(planes, new)
         with self._phase(new.epoch, ChangePhase.VERIFY):
-            after = self._vectors(placement, moved.planes)
-            total, whole = self._totals(moved)
-        good = whole and _is_kept(before, after)
+            after = self._fingerprints(moved.planes)
+            silent = copies_agree(moved.planes, after, self._index, seed=self._seed)
+            total, whole = self._totals(moved, silent)
+        bound = _bytes_lower_bound(planes, moved.planes)  # now: `planes` follow the plan in force
+        good = whole and all(_is_kept(*pair) for pair in zip(before, after, strict=True))
         with self._phase(new.epoch, ChangePhase.RESUME if good else ChangePhase.ROLLBACK):
             if good:
-                self._commit(new, moved.planes, step, adopt)
-        bound = elements_lower_bound(old, new, self._model.units) * len(planes)
+                self._commit(new, moved.planes, steps, adopt)
         observer.change_end(
             new.epoch,
             ChangeStatus.COMMITTED if good else ChangeStatus.ROLLED_BACK,
             total,
-            bound * self._model.units.dtype_bytes,
-            int(after.size) if good else 0,
+            bound,
+            sum(v.size for v in after) if good else 0,
         )
         return good
 
-    def _transfer(self, planes: Planes, new: Plan) -> Transferred:
+    def _transfer(self, planes: list[Plane], new: Plan) -> Transferred:
         begin = time.monotonic_ns()
-        moved = transfer(self._comm, self._model.shards, planes, new)
+        moved = transfer(self._comm, planes, new)
         self._comm.observer.change_phase(
             new.epoch, ChangePhase.TRANSFER, begin, time.monotonic_ns(), moved.bytes_received
         )
         return moved
 
-    def _vectors(self, placement: Placement, planes: Planes) -> Vectors:
-        """Every replica's fingerprints, gathered by one sum in which each block has one source."""
-        mine = fingerprint_vector(placement, planes, self._index, seed=self._seed, check=0)
-        mine *= counted_mask(placement, self._index)
-        replica = placement.plan.place(placement.rank)[0]
-        table = np.zeros((len(placement.plan.replicas), *mine.shape), dtype=np.int64)
-        table[replica] = mine
-        self._comm.all_reduce(torch.from_numpy(table), self._comm.world)
-        return table
+    def _fingerprints(self, planes: list[Plane]) -> list[Vectors]:
+        return shared_fingerprints(self._comm, planes, self._index, seed=self._seed)
 
-    def _totals(self, moved: Transferred) -> tuple[int, bool]:
-        words = torch.tensor([moved.bytes_received, int(not moved.complete)], dtype=torch.int64)
+    def _totals(self, moved: Transferred, silent: bool) -> tuple[int, bool]:
+        """Bytes received by all ranks, and whether all came whole, unspoken copies too."""
+        is_good = moved.complete and silent
+        words = torch.tensor([moved.bytes_received, int(not is_good)], dtype=torch.int64)
         self._comm.all_reduce(words, self._comm.world)
         return int(words[0]), int(words[1]) == 0
 
-    def _commit(self, new: Plan, planes: Planes, step: int, adopt: Callable[[Plan], None]) -> None:
-        params, first, second = planes
-        self._model.adopt(new, params)
-        for param, m, v in zip(self._model.shards.params, first, second, strict=True):
-            state = self._optimizer.state[param]
-            state["exp_avg"], state["exp_avg_sq"] = m, v
-            # A share that was empty had no gradient and so no steps; its new units had them all.
-            state["step"] = torch.tensor(float(step))
+    def _commit(
+        self, new: Plan, planes: list[Plane], steps: int, adopt: Callable[[Plan], None]
+    ) -> None:
+        self._model.adopt(new, planes[0].tensors)
+        adopt_state(self._model.shards, self._optimizer, planes[1:], steps)
         adopt(new)
 
     def _tell_prelude(self, proposal: Proposal) -> None:
@@ -158,6 +163,23 @@ def _is_kept(before: Vectors, after: Vectors) -> bool:
     if before.shape == after.shape:
         return bool((before == after).all())
     return bool((before == before[0]).all() and (after == before[0]).all())
+
+
+def _bytes_lower_bound(old: list[Plane], new: list[Plane]) -> int:
+    """Bytes that any change to these shares must move, over all planes and ranks.
+
+    A plane that the job holds once has no choice of units left: what its keepers lack must move.
+    """
+    total = 0
+    for a, b in zip(old, new, strict=True):
+        model = a.placement.model
+        if isinstance(a.placement, KeptPlacement):
+            todo = moves_between(a.placement.held, b.placement.held, model)
+            total += sum(m.numel for m in todo) * plane_bytes(a)
+        else:
+            bound = elements_lower_bound(a.placement.plan, b.placement.plan, model)
+            total += bound * plane_bytes(a)
+    return total
 
 
 def _words(digest: str) -> tuple[int, int]:

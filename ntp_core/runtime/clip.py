@@ -1,8 +1,9 @@
 """One clip coefficient for the whole job, with the loss and control words in the same sum.
 
 Replicas that summed the norm each in its own order would drift apart within tens of steps. Here the
-squares of each block come from one rank only (replica 0 speaks), are shared by one sum in which all
-others add zero, and every rank adds them up in the same order: the same bits everywhere.
+squares of each block come from one rank only (replicas speak for tensors in turn), are shared by
+one sum in which all others add zero, and every rank adds them up in the same order: the same bits
+everywhere.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from ntp_core.runtime.comm import Comm
-from ntp_core.runtime.content import BlockIndex, counted_blocks
-from ntp_core.runtime.shards import Shards
+from ntp_core.runtime.content import BlockIndex
+from ntp_core.runtime.shards import Shard, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +34,25 @@ class GradientClip:
         self._comm = comm
         self._shards = shards
         self._index = BlockIndex(shards.model)
-        speaks = shards.plan.place(shards.rank)[0] == 0
-        self._counted = counted_blocks(shards) if speaks else [()] * len(shards.shards)
+        replica, replicas = shards.plan.place(shards.rank)[0], len(shards.plan.replicas)
+        self._slots = [
+            self._slots_of(shard, blocks) if blocks and shard.index % replicas == replica else None
+            for shard, blocks in zip(shards.shards, shards.counted(), strict=True)
+        ]
+        mine = zip(self._slots, shards.params, strict=True)
+        largest = max((p.numel() for slots, p in mine if slots is not None), default=0)
+        self._room = torch.empty(largest, dtype=torch.float64)  # squares of one gradient
 
     def share(self, loss_sum: float, control: int) -> Shared:
         """Sum over the world. Every rank takes part; gradients must be synced already."""
-        vector = torch.zeros(2 + self._index.total, dtype=torch.float64)
-        vector[0], vector[1] = loss_sum, control
-        for i, (shard, param) in enumerate(self._shards):
-            if self._counted[i] and param.grad is not None:
-                self._squares(vector, i, shard.spec.dim, param.grad)
+        vector = torch.zeros(3 + self._index.total, dtype=torch.float64)
+        for slots, (shard, param) in zip(self._slots, self._shards, strict=True):
+            if slots is not None and param.grad is not None:
+                vector.index_add_(0, slots, self._squares(param.grad, shard.spec.dim))
+        vector[0], vector[1], vector[2] = loss_sum, control, 0.0
         self._comm.all_reduce(vector, self._comm.world)
         # math.fsum is exact and so does not depend on order either.
-        norm = math.sqrt(math.fsum(vector[2:].tolist()))
+        norm = math.sqrt(math.fsum(vector[3:].tolist()))
         return Shared(float(vector[0]), norm, int(vector[1]))
 
     def scale(self, factor: float) -> None:
@@ -54,11 +61,16 @@ class GradientClip:
             if param.grad is not None:
                 param.grad.mul_(factor)
 
-    def _squares(self, vector: torch.Tensor, i: int, dim: int, grad: torch.Tensor) -> None:
-        shard = self._shards.shards[i]
-        squares = grad.double().square()
+    def _squares(self, grad: torch.Tensor, dim: int) -> torch.Tensor:
+        """Sum of squares of each line along the cut dim."""
+        squares = self._room[: grad.numel()].view(grad.shape).copy_(grad).square_()
         others = [d for d in range(squares.dim()) if d != dim]
-        lines = squares.sum(others) if others else squares
-        for block in self._counted[i]:
-            spans = shard.spans((block,))
-            vector[2 + self._index.start[i] + block] = sum(lines[a:z].sum() for a, z in spans)
+        return squares.sum(others) if others else squares
+
+    def _slots_of(self, shard: Shard, blocks: tuple[int, ...]) -> torch.Tensor:
+        """Where each line of a local tensor is added up: its block's place, or one for the rest."""
+        slots = torch.full((shard.shape[shard.spec.dim],), 2, dtype=torch.int64)
+        for block in blocks:
+            for a, z in shard.spans((block,)):
+                slots[a:z] = 3 + self._index.start[shard.index] + block
+        return slots

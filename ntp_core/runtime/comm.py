@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,15 @@ from ntp_core.observe import NULL_OBSERVER, Observer, Op
 Ranks = tuple[int, ...]
 
 DEFAULT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An all-reduce under way; `Comm.finish` waits for it."""
+
+    work: dist.Work
+    ranks: Ranks
+    num_bytes: int
 
 
 class Comm:
@@ -90,6 +100,39 @@ class Comm:
             dist.all_reduce(tensor, op=op, group=self._groups[ranks])
             self._end(Op.ALL_REDUCE, ranks, begin)
         return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Pending:
+        """Begin to sum in place over a group of two ranks or more, and return at once.
+
+        All ranks of a group start its collectives in the same order, and finish them in that order.
+        """
+        work = dist.all_reduce(tensor, group=self._groups[ranks], async_op=True)
+        assert work is not None
+        return Pending(work, ranks, tensor.numel() * tensor.element_size())
+
+    def finish(self, pending: Pending) -> None:
+        """Wait for a started collective.
+
+        The observer is told of the wait alone: a rank that computes while a sum is under way is not
+        inside a collective, and must not look so when it hangs.
+        """
+        begin = self._begin(Op.ALL_REDUCE, pending.ranks, pending.num_bytes)
+        pending.work.wait()
+        self._end(Op.ALL_REDUCE, pending.ranks, begin)
+
+    def exchange(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        out_sizes: list[int],
+        in_sizes: list[int],
+        ranks: Ranks,
+    ) -> None:
+        """All-to-all inside a group, of sizes that all ranks know: `in_sizes[i]` elements of
+        `source` go to `ranks[i]`, `out_sizes[i]` of `out` come from it."""
+        begin = self._begin(Op.ALL_TO_ALL, ranks, source.numel() * source.element_size())
+        dist.all_to_all_single(out, source, out_sizes, in_sizes, group=self._groups[ranks])
+        self._end(Op.ALL_TO_ALL, ranks, begin)
 
     def all_to_all(self, send: list[torch.Tensor]) -> list[torch.Tensor]:
         """Send `send[r]` (1-dim, uint8) to each rank r of the world; returns what came from each.

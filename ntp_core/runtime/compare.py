@@ -3,8 +3,9 @@
 Two kinds of evidence. Between the end of one step and the optimizer step of the next nobody may
 write parameters, so a rank whose bits changed in between names itself ("at rest"). Otherwise, with
 three holders of a block or more, the minority is named. Two replicas that merely differ name
-nobody. A block's holders are its owners, one per replica; a tensor that every rank holds whole has
-every rank for a holder.
+nobody. A block's holders are its owners, one per replica; where several ranks of a replica hold a
+copy (a KV head of several query heads), all of them; a tensor that every rank holds whole has every
+rank for a holder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ntp_core.fingerprint import signed
 from ntp_core.observe import Blame
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.content import BlockIndex, fingerprint_vector, owned_by
-from ntp_core.runtime.shards import Shards
+from ntp_core.runtime.shards import Placement, Shards
+from ntp_core.segments import block_holders
 
 Vector = npt.NDArray[np.int64]
 
@@ -51,6 +53,9 @@ class ReplicaCheck:
     """Compares parameters over replicas; remembers this rank's own bits at the end of a step.
 
     Under a new plan build a new one.
+
+    Attributes:
+        has_peers: some cut block is held more than once, so that there is something to compare.
     """
 
     def __init__(self, comm: Comm, shards: Shards, seed: int) -> None:
@@ -62,7 +67,8 @@ class ReplicaCheck:
             owned_by(shards.plan, shards.model, self.index, r)
             for r in range(len(shards.plan.replicas))
         ]
-        self._holders = holders(shards, self.index, self._speakers)
+        self._holders = holders(shards)
+        self.has_peers = len(shards.plan.replicas) > 1 or _has_copies(shards)
         self._at_end: Vector | None = None
         self._check = 0
 
@@ -95,13 +101,17 @@ class ReplicaCheck:
         return row
 
 
-def holders(shards: Shards, index: BlockIndex, speakers: list[list[int]]) -> list[tuple[int, ...]]:
-    """The global ranks that hold each block: its owner in each replica, or every rank."""
-    everyone = shards.plan.ranks
-    return [
-        everyone if shards.model.tensors[index.tensor_of(b)[0]].kind is None else owners
-        for b, owners in enumerate(zip(*speakers, strict=True))
-    ]
+def holders(shards: Placement) -> list[tuple[int, ...]]:
+    """The global ranks that hold each block: all owners of a copy, or every rank."""
+    held: list[tuple[int, ...]] = []
+    for t in shards.model.tensors:
+        held += [shards.plan.ranks] if t.kind is None else block_holders(shards.plan, t)
+    return held
+
+
+def _has_copies(shards: Placement) -> bool:
+    shared = [t for t in shards.model.tensors if t.sharing > 1]
+    return any(len(ranks) > 1 for t in shared for ranks in block_holders(shards.plan, t))
 
 
 def judge(

@@ -1,6 +1,5 @@
-"""Content of a rank's shards: fingerprints per block, and the planes of state that move together.
+"""Content of a rank's shards: fingerprints per block.
 
-A plane is one value per parameter element: the parameter itself and the optimizer's two moments.
 Blocks of all tensors are numbered through the model in one fixed order ("block index"), so that a
 vector over block indices means the same on every rank and under every plan.
 """
@@ -16,10 +15,9 @@ import torch
 
 from ntp_core.fingerprint import U64, index_keys, sum_by_cols, sum_by_rows
 from ntp_core.plan import Plan
-from ntp_core.runtime.shards import Placement, Shard, Shards
+from ntp_core.runtime.shards import Placement, Shard
 from ntp_core.units import ModelUnits
 
-PLANES = ("param", "exp_avg", "exp_avg_sq")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -41,24 +39,6 @@ class BlockIndex:
         """(tensor, block) of a block index."""
         tensor = self._owners[index]
         return tensor, index - self.start[tensor]
-
-
-def counted_blocks(shards: Placement) -> list[tuple[int, ...]]:
-    """For each shard the blocks for which this rank speaks in its replica.
-
-    A block that several ranks of a replica hold is spoken for by the owner of its first unit, a
-    whole tensor by the replica's first rank; so each block is counted once per replica.
-    """
-    replica, tp_rank = shards.plan.place(shards.rank)
-    counted: list[tuple[int, ...]] = []
-    for s in shards.shards:
-        if s.spec.kind is None:
-            counted.append((0,) if tp_rank == 0 else ())
-            continue
-        layout = shards.plan.replicas[replica].layout(s.spec.kind, s.spec.layer)
-        mine = set(layout.units(tp_rank))
-        counted.append(tuple(b for b in s.blocks if b * s.spec.sharing in mine))
-    return counted
 
 
 def block_fingerprints(
@@ -107,24 +87,9 @@ def counted_mask(shards: Placement, index: BlockIndex) -> npt.NDArray[np.bool_]:
     Masked vectors summed over a replica's ranks are the replica's vector, whatever the layout.
     """
     mask = np.zeros(index.total, dtype=np.bool_)
-    for i, blocks in enumerate(counted_blocks(shards)):
+    for i, blocks in enumerate(shards.counted()):
         mask[[index.start[i] + b for b in blocks]] = True
     return mask
-
-
-def optimizer_planes(shards: Shards, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    """[param, exp_avg, exp_avg_sq] for each parameter, made (zero) where Adam has none yet."""
-    planes: list[list[torch.Tensor]] = [[], [], []]
-    for param in shards.params:
-        state = optimizer.state[param]
-        if "exp_avg" not in state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        planes[0].append(param.data)
-        planes[1].append(state["exp_avg"])
-        planes[2].append(state["exp_avg_sq"])
-    return planes
 
 
 def owned_by(plan: Plan, model: ModelUnits, index: BlockIndex, replica: int) -> list[int]:

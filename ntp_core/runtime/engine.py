@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -27,9 +27,11 @@ from ntp_core.runtime.clip import GradientClip
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.compare import ReplicaCheck
 from ntp_core.runtime.faults import Faults
+from ntp_core.runtime.optim.planes import planes_of
 from ntp_core.runtime.parallel_model import ParallelModel
+from ntp_core.runtime.processor import ProcessorWait, queued_ns
 from ntp_core.runtime.repair import repair
-from ntp_core.runtime.sync import GradientSync
+from ntp_core.runtime.sync.modes import Sync, SyncOptions, gradient_sync
 
 MAX_REDOS = 3
 
@@ -44,11 +46,13 @@ class StepOptions:
         clip_norm: largest gradient norm, 0 for no clipping.
         check_every: steps between comparisons of replicas, 0 for none.
         seed: of the fingerprints.
+        sync: how gradients are summed over replicas.
     """
 
     clip_norm: float = 0.0
     check_every: int = 10
     seed: int = 0
+    sync: SyncOptions = field(default_factory=SyncOptions)
 
 
 @dataclass(slots=True)
@@ -98,10 +102,12 @@ class Engine:
         self.step = 0
         self.plan = plan
         self.speeds: Mapping[int, float] = {}
-        self.changer = Changer(comm, model, optimizer, seed=self.options.seed)
+        mode = self.options.sync.mode
+        self.changer = Changer(comm, model, optimizer, seed=self.options.seed, mode=mode)
         self._control = control
-        self._busy_ns = 0
-        self._adopt(plan)
+        self._busy_ns = self._queued_ns = 0
+        self._processor = ProcessorWait()
+        self._build(plan)
         self._announce()
 
     @property
@@ -129,7 +135,7 @@ class Engine:
             DivergenceUnresolved: when repairs do not make the replicas agree.
         """
         step, begin = self.step + 1, time.monotonic_ns()
-        self._busy_ns = 0
+        self._busy_ns = self._queued_ns = 0
         self.observer.step_begin(step)
         self.faults.at(step, When.STEP_BEGIN, self.model.shards)
         redone = 0
@@ -143,7 +149,8 @@ class Engine:
         total, norm, control = self._commit(step, loss)
         mean = total / global_tokens
         self.observer.value(Value.GRAD_NORM, step, norm)
-        self.observer.step_end(step, time.monotonic_ns() - begin, self._busy_ns, tokens, mean)
+        took = time.monotonic_ns() - begin
+        self.observer.step_end(step, took, self._busy_ns, tokens, mean, self._queued_ns)
         return StepResult(step, mean, norm, control, redone)
 
     def change(self, proposal: Proposal) -> bool:
@@ -154,9 +161,20 @@ class Engine:
         self._announce()
         return True
 
+    def restore(self, step: int) -> None:
+        """Stand after `step`: the content of model and optimizer is now that of a checkpoint."""
+        self.step = step
+        self.check.forget()
+        self._note_bits()
+
     def _adopt(self, plan: Plan) -> None:
+        self.sync.close()
+        self._build(plan)
+
+    def _build(self, plan: Plan) -> None:
+        """What depends on the plan in force."""
         self.plan = plan
-        self.sync = GradientSync(self.comm, self.model.shards)
+        self.sync: Sync = gradient_sync(self.comm, self.model.shards, self.options.sync)
         self.check = ReplicaCheck(self.comm, self.model.shards, self.options.seed)
         self.clip = GradientClip(self.comm, self.model.shards)
         self._speaks = plan.place(self.comm.rank)[1] == 0
@@ -172,10 +190,12 @@ class Engine:
         """Gradients of all micro-batches, summed over replicas; this replica's loss sum."""
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             with self._phase(step, Phase.FORWARD):
                 loss = loss_sum(batch)
             self.faults.at(step, When.AFTER_FORWARD, self.model.shards)
+            if number == len(batches):
+                self.sync.arm()
             with self._phase(step, Phase.BACKWARD):
                 (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
             self.faults.at(step, When.AFTER_BACKWARD, self.model.shards)
@@ -197,7 +217,9 @@ class Engine:
         if not found.differences:
             return True
         self.check.forget()
-        repaired = repair(self.comm, self.model.shards, self.plan, found, self.check, step)
+        shards = self.model.shards
+        planes = planes_of(shards, self.optimizer)
+        repaired = repair(self.comm, shards, planes, found, self.check, step)
         if repaired is None:
             return True
         self.plan = self.model.shards.plan = repaired
@@ -230,12 +252,14 @@ class Engine:
 
     def _check_due(self, step: int) -> bool:
         every = self.options.check_every
-        return bool(every) and step % every == 0 and len(self.plan.replicas) > 1
+        return bool(every) and step % every == 0 and self.check.has_peers
 
     @contextmanager
     def _phase(self, step: int, phase: Phase) -> Iterator[None]:
-        begin, waited = time.monotonic_ns(), self.comm.wait_ns
+        begin, waited, before = time.monotonic_ns(), self.comm.wait_ns, self._processor.read()
         yield
         took = time.monotonic_ns() - begin
-        self._busy_ns += took - (self.comm.wait_ns - waited)
+        busy = took - (self.comm.wait_ns - waited)
+        self._busy_ns += busy
+        self._queued_ns += queued_ns(busy, before, self._processor.read())
         self.observer.phase(step, phase, took)

@@ -1,17 +1,33 @@
-"""Carries out deliberate faults inside a rank, when it was started to obey them."""
+"""Carries out deliberate faults inside a rank, when it was started to obey them.
+
+A fault left in the folder that makes no sense, or that cannot be carried out here, is refused with
+a line; it never ends the job.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
 
 from ntp_core.errors import InvalidInput
-from ntp_core.faults import Fault, FaultKind, When, fault_file, read_fault
+from ntp_core.faults import (
+    MAX_FILE_BYTES,
+    Fault,
+    FaultKind,
+    When,
+    fault_file,
+    parse_fault,
+)
+from ntp_core.inbound.letter import Letter
 from ntp_core.observe import Observer
 from ntp_core.runtime.shards import Shards
+
+MAX_LEFT = 64
+"""Faults that wait for their step; a further one is refused."""
 
 
 class Faults:
@@ -27,23 +43,59 @@ class Faults:
         self._rank = rank
         self._observer = observer
         self._pending = [f for f in given if f.rank == rank]
-        self._path = None if folder is None else fault_file(folder, rank)
+        self._left: list[Fault] = []
+        self._letter = None if folder is None else Letter(fault_file(folder, rank), MAX_FILE_BYTES)
         self.fired = 0
+        self.refused = 0
 
     def at(self, step: int, when: When, shards: Shards) -> None:
-        """Carry out what is due here."""
-        if when is When.STEP_BEGIN and self._path is not None and self._path.exists():
-            self._pending.append(read_fault(self._path))
-            self._path.unlink()
-        due = [f for f in self._pending if f.when is when and f.step in (0, step)]
-        for fault in due:
-            self._pending.remove(fault)
-            self.fired += 1
-            self._observer.fault_injected(step, fault.kind, self._rank, fault.bit)
-            if fault.kind is FaultKind.KILL:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fault.kind is FaultKind.FLIP_BIT:
-                _flip(shards, fault)
+        """Carry out what is due here.
+
+        Raises:
+            InvalidInput: a fault given at the start cannot be carried out.
+        """
+        if when is When.STEP_BEGIN and self._letter is not None and self._letter.is_there():
+            self._open_letter(self._letter)
+        for fault in _take_due(self._pending, step, when):
+            self._carry_out(step, fault, shards)
+        for fault in _take_due(self._left, step, when):
+            try:
+                self._carry_out(step, fault, shards)
+            except (InvalidInput, RuntimeError) as error:  # torch refuses some views
+                self._refuse(str(error))
+
+    def _open_letter(self, letter: Letter) -> None:
+        try:
+            fault = parse_fault(letter.read())
+            if fault.rank != self._rank:
+                raise InvalidInput(f"it is for rank {fault.rank}")
+            if len(self._left) >= MAX_LEFT:
+                raise InvalidInput(f"{MAX_LEFT} faults wait for their step already")
+        except (OSError, InvalidInput) as error:
+            self._refuse(str(error))
+            letter.set_aside(str(error))
+            return
+        letter.clear()
+        self._left.append(fault)
+
+    def _refuse(self, why: str) -> None:
+        self.refused += 1
+        sys.stderr.write(f"rank {self._rank}: a fault is refused: {why}\n")
+
+    def _carry_out(self, step: int, fault: Fault, shards: Shards) -> None:
+        if fault.kind is FaultKind.FLIP_BIT:
+            _flip(shards, fault)
+        self.fired += 1
+        self._observer.fault_injected(step, fault.kind, self._rank, fault.bit)
+        if fault.kind is FaultKind.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _take_due(faults: list[Fault], step: int, when: When) -> list[Fault]:
+    due = [f for f in faults if f.when is when and f.step in (0, step)]
+    for fault in due:
+        faults.remove(fault)
+    return due
 
 
 def _flip(shards: Shards, fault: Fault) -> None:

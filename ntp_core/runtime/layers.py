@@ -43,6 +43,19 @@ class _Copy(torch.autograd.Function):
         return ctx.group.sum(grads[0].contiguous().clone()), None
 
 
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
+        if not x.is_contiguous():
+            return group.sum(x.contiguous())
+        ctx.mark_dirty(x)
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
@@ -61,6 +74,15 @@ def copy_to_group(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
 def sum_over_group(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
     """Sum over the group; backward passes the gradient on."""
     return cast(torch.Tensor, _Sum.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def sum_in_place(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
+    """`sum_over_group` that overwrites `x`, and so saves a copy.
+
+    Only for a tensor that nobody else reads, fresh from the operation that made it. Where that
+    operation needs its result for backward, autograd raises.
+    """
+    return cast(torch.Tensor, _SumInPlace.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 class ColumnParallel(nn.Module):
@@ -85,7 +107,7 @@ class RowParallel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., I of this rank] -> [..., O], summed over the replica."""
-        return sum_over_group(F.linear(x, self.weight), self._group)
+        return sum_in_place(F.linear(x, self.weight), self._group)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -109,10 +131,10 @@ class VocabParallelEmbedding(nn.Module):
         rows = self.row_of_token[tokens_BT]
         mine = rows >= 0
         if self.weight.shape[0] == 0:  # a rank without vocab rows still takes part in the sum
-            local = self.weight.sum() * torch.zeros(*rows.shape, self.weight.shape[1])
+            local = self.weight.sum() * self.weight.new_zeros(*rows.shape, self.weight.shape[1])
         else:
             local = F.embedding(rows.clamp(min=0), self.weight) * mine.unsqueeze(-1)
-        return sum_over_group(local, self._group)
+        return sum_in_place(local, self._group)
 
 
 class _VocabLoss(torch.autograd.Function):

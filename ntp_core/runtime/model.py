@@ -12,6 +12,7 @@ from torch import nn
 
 from ntp_core.llama import LlamaConfig
 from ntp_core.plan import Plan
+from ntp_core.runtime.activation.recompute import recomputed
 from ntp_core.runtime.layers import (
     ColumnParallel,
     RowParallel,
@@ -82,6 +83,9 @@ class Llama(nn.Module):
         comm: only its groups are used.
         plan, rank: which units this rank holds; the rank must have a place.
         seed: of the initial weights, the same on all ranks.
+
+    Attributes:
+        recompute: keep only the layers' inputs for backward and run each layer again.
     """
 
     rotary_cos: torch.Tensor
@@ -109,6 +113,7 @@ class Llama(nn.Module):
             for i in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.recompute = False
         self.shards = Shards(self.units, plan, rank, dict(self.named_parameters()))
         for shard, param in self.shards:
             param.data = init_shard(shard, seed, config.init_std)
@@ -119,9 +124,10 @@ class Llama(nn.Module):
         x_BTD = self.embed(inputs)
         rotary = rotary_tables(inputs.shape[1], self.config)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rotary)
+            x_BTD = recomputed(layer, x_BTD, rotary) if self.recompute else layer(x_BTD, rotary)
         h_BTD = copy_to_group(self.norm(x_BTD), self.group)
-        logits_NV = F.linear(h_BTD.flatten(0, 1), self.embed.weight)
+        # The loss is taken in float32, whatever the parameters are.
+        logits_NV = F.linear(h_BTD.flatten(0, 1), self.embed.weight).float()
         rows_N = self.embed.row_of_token[targets].flatten()
         return vocab_parallel_loss_sum(logits_NV, rows_N, self.group)
 
@@ -157,6 +163,6 @@ def rotary_tables(seq: int, config: LlamaConfig) -> tuple[torch.Tensor, torch.Te
 
 def rotate(x_BHTE: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotate pairs (i, i + E / 2) by position."""
-    cos, sin = rotary
+    cos, sin = (t.to(x_BHTE.dtype) for t in rotary)
     a, b = x_BHTE.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -7,6 +7,7 @@ traced, verified and counted like any other.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +16,7 @@ from ntp_core.plan import Plan
 from ntp_core.reshard import Move
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.compare import Comparison, Difference, ReplicaCheck
+from ntp_core.runtime.optim.planes import Plane, plane_bytes
 from ntp_core.runtime.shards import Shards
 from ntp_core.runtime.transfer import copy_blocks
 from ntp_core.units import block_numel
@@ -24,35 +26,49 @@ MAX_TOLD = 32
 
 
 def repair(
-    comm: Comm, shards: Shards, plan: Plan, found: Comparison, check: ReplicaCheck, step: int
+    comm: Comm,
+    shards: Shards,
+    planes: Sequence[Plane],
+    found: Comparison,
+    check: ReplicaCheck,
+    step: int,
 ) -> Plan | None:
     """Copy right bits over wrong ones and compare again. Every rank takes part.
 
+    Bits that changed at rest are the parameters' alone. A block that the majority outvotes was
+    computed wrongly, so its optimizer state comes too, where more than one rank keeps it.
+
     Args:
+        planes: parameters first.
         step: the step in which the difference was found; it is not committed yet.
 
     Returns:
         The plan under its next epoch, or None when nothing tells which bits are right: then the
         job goes on and the observer has been told so.
     """
-    observer = comm.observer
+    observer, plan = comm.observer, shards.plan
     if comm.rank == 0:
         _tell(observer, plan, found, check, step)
-    todo = [m for d in found.differences if (m := _move(d, shards, check)) is not None]
-    if not todo:
+    todo: dict[Blame, list[Move]] = {Blame.AT_REST: [], Blame.MAJORITY: []}
+    for d in found.differences:
+        if (move := _move(d, shards, check)) is not None:
+            todo[d.blame].append(move)
+    if not any(todo.values()):
         return None
     new = plan.with_epoch(plan.epoch + 1)
     observer.change_begin(new.epoch, Reason.REPAIR, plan.digest, new.digest, step - 1)
-    params: list[torch.Tensor] = [p.data for p in shards.params]
     begin = time.monotonic_ns()
-    moved = copy_blocks(comm, shards, [params], todo).bytes_received
+    replicated = [p for p in planes if p.placement is planes[0].placement]
+    moved = copy_blocks(comm, planes[:1], todo[Blame.AT_REST]).bytes_received
+    moved += copy_blocks(comm, replicated, todo[Blame.MAJORITY]).bytes_received
     observer.change_phase(new.epoch, ChangePhase.TRANSFER, begin, time.monotonic_ns(), moved)
     begin = time.monotonic_ns()
     left = check.compare().differences
     total = torch.tensor([moved], dtype=torch.int64)
     comm.all_reduce(total, comm.world)
     observer.change_phase(new.epoch, ChangePhase.VERIFY, begin, time.monotonic_ns(), 0)
-    bound = sum(m.numel for m in todo) * shards.model.dtype_bytes
+    bound = sum(m.numel for m in todo[Blame.AT_REST]) * plane_bytes(planes[0])
+    bound += sum(m.numel for m in todo[Blame.MAJORITY]) * sum(map(plane_bytes, replicated))
     status = ChangeStatus.FAILED if left else ChangeStatus.COMMITTED
     observer.change_end(new.epoch, status, int(total), bound, 0 if left else check.index.total)
     return new

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ntp_core.errors import ModelMismatch
+from ntp_core.errors import InvalidInput, ModelMismatch
+from ntp_core.keepers import held_by_keepers
 from ntp_core.plan import Plan, runs_of
-from ntp_core.reshard import blocks_held
+from ntp_core.reshard import Held, blocks_held, held_by_plan
 from ntp_core.units import ModelUnits, TensorSpec, block_slices, local_shape, local_slices
 
 
@@ -23,7 +24,7 @@ class Shard:
 
     Attributes:
         index: its tensor's index in the model's units.
-        blocks: the blocks it holds, ascending.
+        blocks: the blocks it holds, ascending; of a tensor without units (0,), or none of it.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
         if self.spec.kind is None:
-            return self.spec.shape
+            return self.spec.shape if self.blocks else (0, *self.spec.shape[1:])
         return local_shape(self.spec, self.num_units, self.blocks)
 
     def views(self, tensor: torch.Tensor, block: int) -> list[torch.Tensor]:
@@ -67,23 +68,109 @@ class Shard:
                 joined.append((start, self._places[stop - 1][part][1]))
         return joined
 
+    def rows(self, blocks: tuple[int, ...]) -> torch.Tensor:
+        """Local index along the cut dim of these blocks' rows, part after part, int64."""
+        spans = [torch.arange(a, z) for a, z in self.spans(blocks)]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
     def logical_index(self) -> torch.Tensor:
         """Logical index along the cut dim of each local row (or column)."""
         if self.spec.kind is None:
-            return torch.arange(self.spec.shape[self.spec.dim])
+            return torch.arange(self.shape[self.spec.dim])
         ends = [block_slices(self.spec, self.num_units, b) for b in self.blocks]
         parts = [torch.arange(*block[p]) for p in range(self.spec.parts) for block in ends]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 class Placement:
-    """Which blocks a rank holds under a plan, in the order of the model's tensors."""
+    """Which blocks a rank holds under a plan, in the order of the model's tensors.
+
+    Attributes:
+        copies: how many times the whole job holds each block, copies inside a replica not counted.
+        copy: which of them this rank's blocks belong to.
+    """
 
     def __init__(self, model: ModelUnits, plan: Plan, rank: int) -> None:
         self.model = model
         self.plan = plan
         self.rank = rank
         self.shards = shards_of(model, plan, rank)
+
+    @property
+    def copies(self) -> int:
+        """One per replica."""
+        return len(self.plan.replicas)
+
+    @property
+    def copy(self) -> int:
+        """The rank's replica."""
+        return self.plan.place(self.rank)[0]
+
+    @property
+    def held(self) -> Held:
+        """What every rank holds."""
+        return held_by_plan(self.plan, self.model)
+
+    def under(self, plan: Plan) -> Placement:
+        """This rank's blocks under another plan."""
+        return Placement(self.model, plan, self.rank)
+
+    def counted(self) -> list[tuple[int, ...]]:
+        """For each shard the blocks for which this rank speaks in its replica.
+
+        A block that several ranks of a replica hold is spoken for by the owner of its first unit,
+        a whole tensor by the replica's first rank; so each block is counted once per replica.
+        """
+        replica, tp_rank = self.plan.place(self.rank)
+        found: list[tuple[int, ...]] = []
+        for s in self.shards:
+            if s.spec.kind is None:
+                found.append((0,) if tp_rank == 0 else ())
+                continue
+            layout = self.plan.replicas[replica].layout(s.spec.kind, s.spec.layer)
+            mine = set(layout.units(tp_rank))
+            found.append(tuple(b for b in s.blocks if b * s.spec.sharing in mine))
+        return found
+
+
+class KeptPlacement(Placement):
+    """The blocks that this rank keeps for the whole job (`ntp_core.keepers`).
+
+    With one replica there is nothing to deal out: then it is what the rank holds.
+    """
+
+    def __init__(self, model: ModelUnits, plan: Plan, rank: int) -> None:
+        super().__init__(model, plan, rank)
+        self.is_dealt = len(plan.replicas) > 1
+        if self.is_dealt:
+            self._held = held_by_keepers(plan, model)
+            self.shards = [
+                Shard(s.index, s.spec, s.num_units, held[rank])
+                for s, held in zip(self.shards, self._held, strict=True)
+            ]
+
+    @property
+    def copies(self) -> int:
+        """One in all."""
+        return 1
+
+    @property
+    def copy(self) -> int:
+        """The only one."""
+        return 0
+
+    @property
+    def held(self) -> Held:
+        """What every rank keeps."""
+        return self._held if self.is_dealt else super().held
+
+    def under(self, plan: Plan) -> KeptPlacement:
+        """What this rank keeps under another plan."""
+        return KeptPlacement(self.model, plan, self.rank)
+
+    def counted(self) -> list[tuple[int, ...]]:
+        """Each rank speaks for what it keeps."""
+        return [s.blocks for s in self.shards] if self.is_dealt else super().counted()
 
 
 class Shards(Placement):
@@ -120,6 +207,27 @@ def shards_of(model: ModelUnits, plan: Plan, rank: int) -> list[Shard]:
         Shard(i, t, 1 if t.kind is None else model.counts[t.kind], blocks_held(plan, t, rank))
         for i, t in enumerate(model.tensors)
     ]
+
+
+def grad_dtype(param: nn.Parameter) -> torch.dtype:
+    """The type in which gradients of a parameter are accumulated."""
+    return getattr(param, "grad_dtype", None) or param.dtype
+
+
+def set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """Accumulate a parameter's gradients in another type.
+
+    Raises:
+        InvalidInput: where this torch cannot.
+    """
+    if dtype == grad_dtype(param):
+        return
+    if not hasattr(param, "grad_dtype"):
+        raise InvalidInput(
+            f"torch {torch.__version__} keeps gradients in the parameter's type, {param.dtype}; "
+            f"set grad_dtype to that, or use a torch that has Tensor.grad_dtype"
+        )
+    param.grad_dtype = dtype
 
 
 def init_shard(shard: Shard, seed: int, std: float) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 
 from ntp_core.cost import Work
 from ntp_core.errors import InvalidInput, NtpError
+from ntp_core.inbound.plain_json import to_json
 from ntp_core.job import JobConfig
 from ntp_core.observe import NULL_OBSERVER, Observer
 from ntp_core.runtime.calibrate import measure_work
@@ -72,12 +73,16 @@ def run_rank(config: JobConfig, losses: Path | None = None) -> None:
     faults = Faults(rank, observer, folder=inbox if config.obey_faults else None)
     try:
         work = shared_work(config, comm) if config.calibrate else None
-        trainer = Trainer(config.train, config.plan, comm, text, faults, Inbox(inbox, rank), work)
-        kept = [r.loss for r in trainer.train(config.steps)]
+        trainer = Trainer(
+            config.train, config.plan, comm, text, faults, Inbox(inbox, rank), work, config.save
+        )
+        if config.save is not None and config.save.resume:
+            trainer.resume()
+        kept = [r.loss for r in trainer.train(config.steps - trainer.step)]
     finally:
         comm.close()
     if losses is not None and rank == 0:
-        losses.write_text(json.dumps(kept))
+        losses.write_text(to_json(kept))
 
 
 def shared_work(config: JobConfig, comm: Comm) -> Work:
@@ -95,7 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ntp_core.runtime.train", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="job config, JSON")
-    parser.add_argument("--losses", type=Path, help="rank 0 writes its losses here, JSON")
+    parser.add_argument(
+        "--losses", type=Path, help="rank 0 writes its losses here, JSON; NaN as null"
+    )
     args = parser.parse_args(argv)
     try:
         run_rank(JobConfig.from_json(args.config.read_text()), args.losses)

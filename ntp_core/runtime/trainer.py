@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ntp_core.cost import Work
-from ntp_core.job import TrainConfig
+from ntp_core.errors import CheckpointError
+from ntp_core.job import SaveConfig, TrainConfig
 from ntp_core.plan import Plan
+from ntp_core.runtime.checkpoint.store import Checkpoints
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.data import ByteText
 from ntp_core.runtime.engine import Engine, StepOptions, StepResult
@@ -16,6 +20,7 @@ from ntp_core.runtime.faults import Faults
 from ntp_core.runtime.inbox import STOP, Inbox
 from ntp_core.runtime.layers import TensorParallelGroup
 from ntp_core.runtime.model import Llama
+from ntp_core.runtime.optim.adamw import DTYPES, PlaneAdamW, StateOptions
 
 
 class Trainer:
@@ -23,6 +28,7 @@ class Trainer:
 
     Args:
         work: what units cost; default: by counting operations.
+        save: where the state is saved; None for nowhere.
     """
 
     def __init__(
@@ -34,6 +40,7 @@ class Trainer:
         faults: Faults | None = None,
         inbox: Inbox | None = None,
         work: Work | None = None,
+        save: SaveConfig | None = None,
     ) -> None:
         self.config = config
         self.comm = comm
@@ -41,7 +48,14 @@ class Trainer:
         self.inbox = inbox or Inbox(None, comm.rank)
         group = TensorParallelGroup(comm, plan.replicas[plan.place(comm.rank)[0]].ranks)
         self.model = Llama(config.model, group, plan, comm.rank, config.seed)
-        self.optimizer = _adamw(self.model, config)
+        self.model.recompute = config.recompute
+        self.optimizer = _adamw(self.model, config, comm)
+        self.save_config = save
+        self.checkpoints: Checkpoints | None = None
+        if save is not None:
+            self.checkpoints = Checkpoints(
+                Path(save.folder), comm, self.model, self.optimizer, keep=save.keep
+            )
         self.engine = Engine(
             self.model,
             self.optimizer,
@@ -64,10 +78,31 @@ class Trainer:
         """The last committed step."""
         return self.engine.step
 
+    def resume(self) -> bool:
+        """Go on from the latest checkpoint; False when there is none. Every rank takes part.
+
+        Raises:
+            CheckpointError: when it cannot be what this job goes on from.
+        """
+        if self.checkpoints is None:
+            return False
+        path = self.checkpoints.latest()
+        if path is None:
+            return False
+        manifest = self.checkpoints.load(path)
+        if manifest.seed != self.config.seed:
+            raise CheckpointError(
+                f"{path} was saved by a job of seed {manifest.seed}, this one has seed "
+                f"{self.config.seed} and would not go on with the same data; set the seed"
+            )
+        self.engine.restore(manifest.step)
+        return True
+
     def train(self, steps: int) -> Iterator[StepResult]:
         """Commit up to `steps` steps, taking proposals between them; ends early when told to."""
-        for _ in range(steps):
+        for number in range(1, steps + 1):
             result = self.train_step()
+            self._save(is_last=number == steps or bool(result.control & STOP))
             yield result
             if result.control & STOP:
                 return
@@ -80,8 +115,9 @@ class Trainer:
             group["lr"] = self.config.lr * min(1.0, step / max(1, self.config.warmup))
         replicas, mine = self.plan.replicas, self.engine.replica
         first, count = sum(r.batch for r in replicas[:mine]), replicas[mine].batch
+        batch_BT = self.text.batch(step, first, count)
         return self.engine.train_step(
-            [self.text.batch(step, first, count)],
+            torch.split(batch_BT, self.config.micro_batch or count),
             self.model.loss_sum,
             tokens=count * seq,
             global_tokens=self.plan.global_batch * seq,
@@ -89,16 +125,27 @@ class Trainer:
 
     def take_proposal(self, control: int) -> None:
         """Apply the proposal that rank 0 announced in `control`, if any."""
-        proposal = self.inbox.take(control, self.comm, self.plan)
+        proposal = self.inbox.take(control, self.comm, self.plan, self.model.units)
         if proposal is not None:
             self.engine.change(proposal)
 
+    def _save(self, *, is_last: bool) -> None:
+        if self.checkpoints is None or self.save_config is None:
+            return
+        every = self.save_config.every
+        if is_last or (every and self.step % every == 0):
+            self.checkpoints.save(self.step, self.config.seed, self.config.to_json())
 
-def _adamw(model: Llama, config: TrainConfig) -> torch.optim.AdamW:
+
+def _adamw(model: Llama, config: TrainConfig, comm: Comm) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() == 1]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": gains, "weight_decay": 0.0},
     ]
+    dtypes = DTYPES[config.param_dtype], DTYPES[config.grad_dtype]
+    if config.zero or dtypes != (torch.float32, torch.float32):
+        options = StateOptions(param_dtype=dtypes[0], grad_dtype=dtypes[1], zero=config.zero)
+        return PlaneAdamW(groups, model.shards, comm, options, lr=config.lr, betas=config.betas)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)

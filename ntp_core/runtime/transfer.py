@@ -13,89 +13,98 @@ from dataclasses import dataclass
 import torch
 
 from ntp_core.plan import Plan
-from ntp_core.reshard import Move, moves
+from ntp_core.reshard import Move, moves_between
 from ntp_core.runtime.comm import Comm
-from ntp_core.runtime.shards import Shard, Shards, shards_of
-
-Planes = list[list[torch.Tensor]]  # plane -> local tensor of each shard
+from ntp_core.runtime.optim.planes import Plane
+from ntp_core.runtime.shards import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
     """New local tensors, the bytes this rank received and sent, and whether all due bytes came."""
 
-    planes: Planes
+    planes: list[Plane]
     bytes_received: int
     bytes_sent: int
     complete: bool
 
 
-def transfer(comm: Comm, shards: Shards, planes: Planes, new: Plan) -> Transferred:
-    """The planes of this rank's shards under `new`. Every rank of the world takes part.
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What moves of one plane: out of `source`, into `target`."""
+
+    source: Plane
+    target: Plane
+    todo: Sequence[Move]
+
+
+def transfer(comm: Comm, planes: Sequence[Plane], new: Plan) -> Transferred:
+    """These planes under the plan `new`. Every rank of the world takes part.
 
     Never raises for what a peer sent: the caller verifies, and rolls back when told incomplete.
     """
-    target = shards_of(shards.model, new, shards.rank)
-    fresh = [
-        [torch.zeros(shard.shape, dtype=old[i].dtype) for i, shard in enumerate(target)]
-        for old in planes
-    ]
-    _keep(shards.shards, target, planes, fresh)
-    return _exchange(comm, shards, planes, moves(shards.plan, new, shards.model), target, fresh)
+    known: dict[int, tuple[Placement, tuple[Move, ...]]] = {}
+    tasks = []
+    for plane in planes:
+        here = plane.placement
+        if id(here) not in known:
+            there = here.under(new)
+            known[id(here)] = there, moves_between(here.held, there.held, here.model)
+        there, todo = known[id(here)]
+        tensors = [
+            torch.zeros(s.shape, dtype=old.dtype, device=old.device)
+            for s, old in zip(there.shards, plane.tensors, strict=True)
+        ]
+        tasks.append(_Task(plane, Plane(plane.name, there, tensors), todo))
+        _keep(tasks[-1])
+    return _exchange(comm, tasks)
 
 
-def copy_blocks(comm: Comm, shards: Shards, planes: Planes, todo: list[Move]) -> Transferred:
+def copy_blocks(comm: Comm, planes: Sequence[Plane], todo: Sequence[Move]) -> Transferred:
     """Overwrite blocks in place with those of another holder; the plan stays."""
-    return _exchange(comm, shards, planes, todo, shards.shards, planes)
+    return _exchange(comm, [_Task(p, p, todo) for p in planes])
 
 
-def _exchange(
-    comm: Comm,
-    shards: Shards,
-    source: Planes,
-    todo: Sequence[Move],
-    target: list[Shard],
-    into: Planes,
-) -> Transferred:
-    rank = comm.rank
-    sends = [
-        _pack(shards, source, [m for m in todo if m.src == rank and m.dst == g]) for g in comm.world
-    ]
+def _exchange(comm: Comm, tasks: list[_Task]) -> Transferred:
+    sends = [_pack(tasks, comm.rank, g) for g in comm.world]
     received = comm.all_to_all(sends)
     complete = True
     for g, data in zip(comm.world, received, strict=True):
-        mine = [m for m in todo if m.src == g and m.dst == rank]
-        complete = _unpack(target, into, mine, data) and complete
+        complete = _unpack(tasks, g, comm.rank, data) and complete
     total_in, total_out = sum(t.numel() for t in received), sum(t.numel() for t in sends)
-    return Transferred(into, total_in, total_out, complete)
+    return Transferred([t.target for t in tasks], total_in, total_out, complete)
 
 
-def _pack(shards: Shards, planes: Planes, todo: list[Move]) -> torch.Tensor:
+def _pack(tasks: list[_Task], src: int, dst: int) -> torch.Tensor:
     parts = [
         view.contiguous().reshape(-1).view(torch.uint8)
-        for m in todo
-        for tensors in planes
-        for view in shards.shards[m.tensor].views(tensors[m.tensor], m.block)
+        for t in tasks
+        for m in t.todo
+        if (m.src, m.dst) == (src, dst)
+        for view in t.source.placement.shards[m.tensor].views(t.source.tensors[m.tensor], m.block)
     ]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def _keep(old: list[Shard], new: list[Shard], source: Planes, target: Planes) -> None:
-    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+def _keep(task: _Task) -> None:
+    """Copy the blocks that are here before and after."""
+    source, target = task.source, task.target
+    pairs = zip(source.placement.shards, target.placement.shards, strict=True)
+    for i, (a, b) in enumerate(pairs):
         for block in sorted(set(a.blocks) & set(b.blocks)):
-            for p in range(len(source)):
-                pairs = zip(a.views(source[p][i], block), b.views(target[p][i], block), strict=True)
-                for have, want in pairs:
-                    want.copy_(have)
+            views = b.views(target.tensors[i], block)
+            for have, want in zip(a.views(source.tensors[i], block), views, strict=True):
+                want.copy_(have)
 
 
-def _unpack(target: list[Shard], planes: Planes, todo: list[Move], data: torch.Tensor) -> bool:
+def _unpack(tasks: list[_Task], src: int, dst: int, data: torch.Tensor) -> bool:
     """Write what came from one rank; False when its size is not what was due."""
     views = [
         view
-        for m in todo
-        for tensors in planes
-        for view in target[m.tensor].views(tensors[m.tensor], m.block)
+        for t in tasks
+        for m in t.todo
+        if (m.src, m.dst) == (src, dst)
+        for view in t.target.placement.shards[m.tensor].views(t.target.tensors[m.tensor], m.block)
     ]
     if sum(v.numel() * v.element_size() for v in views) != data.numel():
         return False

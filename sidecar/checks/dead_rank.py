@@ -1,5 +1,7 @@
 """Finds ranks whose process is gone: without a goodbye, or with an exit status other than 0.
 
+A goodbye with a status that could not be known (`STATUS_UNKNOWN`) is no evidence of a failure.
+
 A dead rank stops being a fault when the plan in force no longer counts on it, or when it is back.
 Ranks are judged by what the node says about their process, never by silence alone.
 """
@@ -12,6 +14,7 @@ from ntp_core.observe import Op
 from sidecar.checks.finding import Finding, Severity
 from sidecar.ingest.state import JobState, RankState
 
+STATUS_UNKNOWN = -1  # as the probe writes it, docs/wire_format.md
 HOLD_NS = 1_000_000_000
 """A death that this check saw happen is reported this long even if the job has already gone on
 without the rank: a recovery within one tick must not hide it."""
@@ -49,7 +52,7 @@ class DeadRank:
 
 def is_dead(rank: RankState) -> bool:
     """Gone without an announced exit, or announced one with a status that says failure."""
-    return rank.alive is False and rank.exited != 0
+    return rank.alive is False and rank.exited not in (0, STATUS_UNKNOWN)
 
 
 def _finding(job: JobState, rank: RankState, now_ns: int) -> Finding:

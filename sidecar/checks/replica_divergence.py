@@ -108,7 +108,7 @@ def _told(job: JobState, verdicts: list[Divergence]) -> Finding:
     signals = {
         "verdict": f"reported by the job at step {first.step}",
         "evidence": _EVIDENCE.get(first.blame, "unknown"),
-        "extent": f"{units} units of {len({d.tensor for d in verdicts})} tensors",
+        "extent": f"units: {units}, tensors: {len({d.tensor for d in verdicts})}",
         "fingerprints": _values(job, first.step),
     }
     return _finding(summary, signals, first.step, first)

@@ -1,5 +1,8 @@
 """Finds the rank that needs longer for its share of the plan than its peers for theirs.
 
+Time in the run queue of a crowded host does not count as a rank's own, as it hits now this rank and
+now that; only a rank that it holds up for many steps on end is named, and then for that.
+
 It names the culprit and never those who wait for it: only a rank's own busy time counts, divided by
 the work the plan gives it (`sidecar.ingest.slowness`). When more than half of the ranks have become
 slow the fault is the job's, not a rank's, and the check says nothing.
@@ -10,6 +13,7 @@ and the rank is judged against that. So a rank that was given what it can carry 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
@@ -31,6 +35,8 @@ class SlowRankLimits:
         steps: consecutive committed steps that must all be over the threshold.
         warmup_steps: steps ignored at the start of each epoch.
         min_ranks: fewer comparable ranks than this cannot be judged.
+        crowded_steps: consecutive steps over the threshold, run queue included, that name a rank
+            whose host has too few processors for it.
         min_excess: least time lost, as a fraction of the step time: a rank with next to no work
             may be slow for it and hold nobody up.
     """
@@ -41,6 +47,7 @@ class SlowRankLimits:
     warmup_steps: int = 2
     min_ranks: int = 3
     min_excess: float = 0.05
+    crowded_steps: int = 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +84,9 @@ class SlowRank:
         return list(self._findings)
 
     def _judge(self, job: JobState, table: _Table) -> list[Finding]:
+        return self._slow(job, table) or _crowded(job, self.limits)
+
+    def _slow(self, job: JobState, table: _Table) -> list[Finding]:
         ratios = [_ratios(samples) for samples in table.steps]
         blamed = {f.rank for f in self._findings}
         suspects = [r for r in table.steps[-1] if self._is_slow(r, r in blamed, ratios)]
@@ -102,7 +112,7 @@ class SlowRank:
         lost, steps = [], []
         for samples in table.steps:
             ratio = _ratios(samples)[rank]
-            lost.append(samples[rank].busy_ns * (1 - 1 / ratio))
+            lost.append(samples[rank].own_ns * (1 - 1 / ratio))
             steps.append(median(s.duration_ns for s in samples.values()))
         return median(lost) >= self.limits.min_excess * median(steps)
 
@@ -141,7 +151,7 @@ def _ratios(samples: dict[int, StepSample]) -> dict[int, float]:
     The lower median is the norm: with an even number of ranks the middle then lies on a measured
     rank of the faster half, and two slow ranks of four are still seen.
     """
-    costs = {r: s.busy_ns / (s.work or 1.0) for r, s in samples.items()}
+    costs = {r: s.own_ns / (s.work or 1.0) for r, s in samples.items()}
     norm = median_low(costs.values())
     return {r: c / norm if norm > 0 else 1.0 for r, c in costs.items()}
 
@@ -155,22 +165,67 @@ def _is_job_wide(job: JobState, table: _Table, limits: SlowRankLimits) -> bool:
     slower = judged = 0
     for rank, newest in table.steps[-1].items():
         past = [
-            s.busy_ns / s.work
+            s.own_ns / s.work
             for s in list(job.ranks[rank].steps)[-HISTORY_STEPS - limits.steps :]
             if s.work and s.epoch == table.epoch and s.step < first
         ]
         if len(past) > limits.warmup_steps:
             judged += 1
-            slower += newest.busy_ns / (newest.work or 1.0) >= limits.threshold * median(past)
+            slower += newest.own_ns / (newest.work or 1.0) >= limits.threshold * median(past)
     return judged > 0 and 2 * slower > len(table.steps[-1])
+
+
+def _crowded(job: JobState, limits: SlowRankLimits) -> list[Finding]:
+    """The rank that its host's run queue held up in every one of many steps, if just one."""
+    room = limits.crowded_steps
+    columns = {
+        r.rank: {s.step: s for s in list(r.steps)[-room - 2 :] if s.work and s.epoch == r.epoch}
+        for r in job.ranks.values()
+        if r.alive is not False and r.exited is None and r.work
+    }
+    common = sorted(set.intersection(*(set(c) for c in columns.values())))[-room:]
+    if len(common) < room:
+        return []
+    worst: dict[int, float] = {}
+    for step in common:
+        costs = {r: c[step].busy_ns / (c[step].work or 1.0) for r, c in columns.items()}
+        norm = median_low(costs.values())
+        for rank, cost in costs.items():
+            worst[rank] = min(worst.get(rank, math.inf), cost / norm if norm > 0 else 1.0)
+    held_up = [r for r, ratio in worst.items() if ratio >= limits.threshold]
+    return [_crowded_finding(job, held_up[0], worst, common)] if len(held_up) == 1 else []
+
+
+def _crowded_finding(
+    job: JobState, rank: int, worst: dict[int, float], common: list[int]
+) -> Finding:
+    newest = [s for s in job.ranks[rank].steps if s.step in common]
+    queued_s = median(s.queued_ns for s in newest) / 1e9
+    return Finding(
+        check="slow_rank",
+        subject=f"rank {rank}",
+        severity=Severity.WARNING,
+        summary=(
+            f"Rank {rank} waits {queued_s:.3g} s per step for a processor of its host, in each of "
+            f"the last {len(common)} steps; give it a core of its own."
+        ),
+        signals={
+            "slowness": f"at least {worst[rank]:.2f}x its peers, run queue included",
+            "run_queue": f"{queued_s:.4g} s per step",
+            "steps_judged": f"{common[0]} to {common[-1]}",
+        },
+        rank=rank,
+        replica=job.ranks[rank].replica,
+        step=common[-1],
+    )
 
 
 def _finding(job: JobState, table: _Table, rank: int, ratio: float) -> Finding:
     newest = table.steps[-1]
     own, state = newest[rank], job.ranks[rank]
-    busy_s = median(s[rank].busy_ns for s in table.steps) / 1e9
+    busy_s = median(s[rank].own_ns for s in table.steps) / 1e9
     peers = [s for r, s in newest.items() if r != rank]
-    norm = median_low(s.busy_ns / (s.work or 1.0) for s in peers) * (own.work or 0.0) / 1e9
+    norm = median_low(s.own_ns / (s.work or 1.0) for s in peers) * (own.work or 0.0) / 1e9
     return Finding(
         check="slow_rank",
         subject=f"rank {rank}",
@@ -181,7 +236,7 @@ def _finding(job: JobState, table: _Table, rank: int, ratio: float) -> Finding:
         ),
         signals={
             "slowness": f"{ratio:.2f}x its peers",
-            "busy_time": f"{busy_s:.4g} s per step",
+            "busy_time": f"{busy_s:.4g} s per step, without the run queue",
             "share": f"{100 * (own.work or 0):.1f} % of the job's own time is expected of it",
             "peers_median": f"{norm:.4g} s for the same share",
             "step_time": f"{median(s.duration_ns for s in newest.values()) / 1e9:.4g} s",

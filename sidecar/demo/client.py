@@ -33,9 +33,12 @@ class Api:
         self._alive = alive
 
     def get(self, path: str) -> Data:
-        """One answer."""
-        reply = self._client.get(path)
-        reply.raise_for_status()
+        """One answer. Raises StoryBroken when there is none."""
+        try:
+            reply = self._client.get(path)
+            reply.raise_for_status()
+        except httpx.HTTPError as error:
+            raise StoryBroken(f"{path}: {self._why() or f'no answer: {error}'}") from error
         body: Data = reply.json()
         return body
 
@@ -86,6 +89,14 @@ class Api:
                     f"{job['status']})"
                 )
             time.sleep(POLL_S)
+
+    def _why(self) -> str:
+        """What has ended, after an answer did not come: a process closes its port before it is
+        seen to be gone."""
+        end = time.monotonic() + POLL_S * 10
+        while not (wrong := self._alive()) and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return wrong
 
     def close(self) -> None:
         """Close connections."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def _play(args: argparse.Namespace, console: Console) -> int:
         teller.line("page", f"{stage.url}  (or: ntp-sidecar top --url {stage.url})", "cyan")
         report = Story(scenario, stage, teller).run()
         if args.json is not None:
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+            _write(args.json, report)
         lacking = missing(report, scenario)
         console.print(_summary(report))
         for text in lacking:
@@ -100,23 +101,21 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         (
             "steps",
-            f"{report['steps']}, loss {report['loss']['first']:.3f} -> "
-            f"{report['loss']['last']:.3f}, replicas bit-identical in "
+            f"{report['steps']}, loss {_decimal(report['loss']['first'])} -> "
+            f"{_decimal(report['loss']['last'])}, replicas bit-identical in "
             f"{report['replicas_bit_identical_steps']}",
         ),
         (
             "parity",
-            f"{report['parity']['max_rel_loss_diff_vs_single_process']:.1e} largest relative "
-            "loss difference to one process",
+            f"{_decimal(report['parity']['max_rel_loss_diff_vs_single_process'], '.1e')} largest "
+            "relative loss difference to one process",
         ),
     ]
     for i in report["incidents"]:
         rows.append(
             (
                 i["check"],
-                f"rank {i['rank']} named {i['detected_after_steps']} steps "
-                f"({_seconds(i['detected_after_s'])}) after the fault; "
-                f"{'resolved' if i['resolved'] else 'still open'}",
+                _named(i) + ("; resolved" if i["resolved"] else "; still open"),
             )
         )
     for c in report["changes"]:
@@ -140,16 +139,33 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _named(incident: dict[str, Any]) -> str:
+    if incident["detected_after_steps"] is None:
+        return f"opened in step {incident['opened_step']}, no fault of the demo behind it"
+    return (
+        f"rank {incident['rank']} named {incident['detected_after_steps']} steps "
+        f"({_seconds(incident['detected_after_s'])}) after the fault"
+    )
+
+
+def _decimal(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
 
 
 def _is_writable(path: Path) -> bool:
-    try:
-        with path.open("a"):
-            return True
-    except OSError:
-        return False
+    folder = path.absolute().parent
+    return folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    """All of it or nothing: a report that is there is one of a demo that came to its end."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(report, indent=2) + "\n")
+    draft.replace(path)
 
 
 def _interrupt(_signum: int, _frame: object) -> None:

@@ -36,6 +36,8 @@ class DutyCycle:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         _send(self.pid, signal.SIGCONT)
 
     def __enter__(self) -> DutyCycle:

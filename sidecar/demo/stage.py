@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -15,19 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ntp_core.job import JobConfig
+from ntp_core.lifeline import end_with_parent
 from sidecar.daemon import read_address
 from sidecar.demo.client import CannotStart, StoryBroken
 from sidecar.demo.scenario import Scenario
 from sidecar.launch import child_environment
 from sidecar.notify.receiver import WebhookReceiver
 from sidecar.notify.signer import load_secret
-from sidecar.wire.rundir import create_run_dir, default_base, remove_run_dir, remove_stale
+from sidecar.proposals import Autopilot
+from sidecar.wire.holders import open_run_dir, release_run_dir, remove_stale
+from sidecar.wire.rundir import known_bases
 
 START_S = 30.0
 STOP_S = 10.0
 BAD_INPUT = 2
 ENGINE_OBSERVER = "sidecar.probe.attach:attach_engine"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -62,23 +63,27 @@ class Stage:
 
 
 @contextmanager
-def build_stage(scenario: Scenario, port: int | None) -> Iterator[Stage]:
+def build_stage(
+    scenario: Scenario, port: int | None, autopilot: Autopilot = Autopilot.ACT
+) -> Iterator[Stage]:
     """Start sidecar, webhook receiver and job; end them all when the block is left.
 
     Args:
         port: of the page; None takes 9440, or any free one when that is taken.
+        autopilot: what the sidecar does about a slow rank; unless it acts, the rank stays slow
+            for as long as it is slowed.
     """
     with ExitStack() as stack:
-        base = default_base()
-        remove_stale(base)
+        for base in known_bases():
+            remove_stale(base)
         job_id = f"demo-{secrets.token_hex(3)}"
-        run_dir = create_run_dir(job_id, base)
-        stack.callback(remove_run_dir, run_dir)
+        run_dir = open_run_dir(job_id, known_bases())
+        stack.callback(release_run_dir, run_dir, STOP_S)
         work_dir = run_dir / "demo"  # goes with it, also when a later start clears what was left
         work_dir.mkdir(mode=0o700)
         secret = load_secret(work_dir, environ={})
         receiver = stack.enter_context(WebhookReceiver(secret))
-        sidecar = _start_sidecar(run_dir, work_dir, receiver.url, port)
+        sidecar = _start_sidecar(run_dir, work_dir, receiver.url, port, autopilot)
         stack.callback(end_process, sidecar)
         url = _wait_for_page(run_dir, work_dir, sidecar)
         job = _start_job(scenario, run_dir, work_dir, job_id)
@@ -109,15 +114,12 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _start_sidecar(
-    run_dir: Path, work_dir: Path, webhook: str, port: int | None
+    run_dir: Path, work_dir: Path, webhook: str, port: int | None, autopilot: Autopilot
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "sidecar", "daemon", "--run-dir", str(run_dir)]
-    # Five ranks on few cores disturb each other: only twice the peers' time is called slow here.
     command += [
-        "--slow-rank-threshold",
-        "2",
         "--autopilot",
-        "act",
+        autopilot,
         "--webhook-url",
         webhook,
         "--state-dir",
@@ -174,14 +176,8 @@ def _spawn(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess
             stdout=stream,
             stderr=stream,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=end_with_parent(signal.SIGTERM),
         )
-
-
-def _die_with_parent() -> None:
-    """In the child: SIGTERM when the demo is gone, however it went (Linux; else nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _tail(work_dir: Path) -> str:

@@ -128,6 +128,8 @@ class Story:
             raise StoryBroken(f"the reference run ended with {code}")
         ours = json.loads(self._stage.losses.read_text())
         theirs = json.loads(losses.read_text())
+        if None in (*ours, *theirs):
+            raise StoryBroken("a loss is not finite; there is nothing to compare")
         worst: float = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
         self._tell.line(
             "parity",
@@ -196,7 +198,7 @@ class Story:
             label,
             f"epoch {change['epoch']}: {_bytes(change['bytes_moved'])} moved, lower bound "
             f"{_bytes(change['bytes_lower_bound'])}; {change['units_verified']} fingerprints "
-            f"right; trace {change['trace_id'][:8]}",
+            f"right; as a trace: {self._stage.url}/api/v1/changes",
             "green",
         )
         if incident is not None and change["incident"] != incident:
@@ -211,11 +213,13 @@ class Story:
             return done[-1] if done else None
 
         change = self._while_waiting("the change is judged", look)
+        kept = change["judged"] == "kept"
         self._tell.line(
             "judged",
-            f"{change['judged']}: a step took {change['step_time_before_s']:.2f} s, takes "
+            ("kept" if kept else "undone, the old plan comes back")
+            + f": a step took {change['step_time_before_s']:.2f} s, takes "
             f"{change['step_time_after_s']:.2f} s; ideal {change['step_time_ideal_s']:.2f} s",
-            "green" if change["judged"] == "kept" else "red",
+            "green" if kept else "red",
         )
         return change
 

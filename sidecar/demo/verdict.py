@@ -23,7 +23,7 @@ def missing(report: dict[str, Any], scenario: Scenario) -> list[str]:
             report["ranks"] == scenario.num_ranks
             and [r["tp_degree"] for r in report["replicas"]] == list(scenario.degrees)
         ),
-        "the loss fell": report["loss"]["last"] < report["loss"]["first"],
+        "the loss fell": _fell(report["loss"]),
         "the slow rank was named within 5 steps": (
             slow.get("rank") == scenario.slow_rank and _within(slow, 5)
         ),
@@ -49,6 +49,11 @@ def missing(report: dict[str, Any], scenario: Scenario) -> list[str]:
         "no record was lost": report["probe"]["events_lost"] == 0,
     }
     return [text for text, happened in checks.items() if not happened]
+
+
+def _fell(loss: dict[str, float | None]) -> bool:
+    first, last = loss["first"], loss["last"]
+    return first is not None and last is not None and last < first
 
 
 def _incident(report: dict[str, Any], check: str) -> dict[str, Any]:

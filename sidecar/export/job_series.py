@@ -64,6 +64,8 @@ def sidecar_series(version: str, stats: SidecarStats, series_dropped: int) -> li
         ("nutp_webhook_deliveries", ("delivered",), stats.webhooks_delivered),
         ("nutp_webhook_deliveries", ("retried",), stats.webhooks_retried),
         ("nutp_webhook_deliveries", ("dead",), stats.webhooks_dead),
+        ("nutp_webhook_deliveries", ("dropped",), stats.webhooks_dropped),
+        *(("nutp_sidecar_outlet_errors", (o,), n) for o, n in sorted(stats.outlet_errors.items())),
     ]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sidecar.incidents.incident import Incident
 from sidecar.ingest.state import JobState
@@ -22,6 +22,8 @@ class SidecarStats:
         resident_memory_bytes: resident set of this process.
         bad_rings: ring files refused, of all jobs and of none.
         webhooks_delivered, webhooks_retried, webhooks_dead: attempts by outcome.
+        webhooks_dropped: messages lost before they could be kept.
+        outlet_errors: outlet -> errors in it that a tick survived.
         webhooks_queued: messages that wait; None without an outbox.
     """
 
@@ -34,6 +36,8 @@ class SidecarStats:
     webhooks_delivered: int = 0
     webhooks_retried: int = 0
     webhooks_dead: int = 0
+    webhooks_dropped: int = 0
+    outlet_errors: Mapping[str, int] = field(default_factory=dict)
     webhooks_queued: int | None = None
 
 

@@ -1,35 +1,43 @@
 """Turns records into the state of one job.
 
 High-rate kinds go through numpy in `sidecar.ingest.collectives`; all others are applied one by one.
-A record that makes no sense (an enumeration value or a kind that does not exist) is counted in
-`bad_records` and left out; it never stops the others.
+A record that makes no sense (a kind or an enumeration value that does not exist, a number that
+cannot be, a plan that cannot be read) is counted in `bad_records` and left out; it never stops the
+others.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from ntp_core.errors import InvalidInput
 from ntp_core.observe import Blame, Phase, Value
 from ntp_core.plan import Plan
 from ntp_core.units import ModelUnits
+from sidecar.ingest.bounds import fits, times_fit
 from sidecar.ingest.changes import ChangeBook
 from sidecar.ingest.collectives import OpenCollectives, apply_collectives
 from sidecar.ingest.fingerprints import FingerprintBook
 from sidecar.ingest.state import Divergence, Fault, JobState, RankState, StepSample
 from sidecar.wire.reader import Batch, to_records
 from sidecar.wire.ring import RingHeader
-from sidecar.wire.rundir import read_plan
-from sidecar.wire.schema import Kind, Record, digest_from_int
+from sidecar.wire.rundir import plan_name, read_plan
+from sidecar.wire.schema import QUEUED_UNIT_NS, Kind, Record, digest_from_int
 
-MAX_PLANS = 64  # plans kept by digest; the oldest goes
+MAX_PLANS = 64  # plans kept by digest, and unusable plan files remembered; the oldest goes
+MAX_UNITS = 1 << 24  # of one kind; a plan of more is no plan of a model
+MIN_SHARE = 1e-9  # less is nothing: no division by it
 _NO_PLACE = 65535
 
+_T = TypeVar("_T")
+_File = tuple[int, int, int]
 _Handler = Callable[["Applier", RankState, Record], None]
 
 
@@ -39,11 +47,20 @@ class Applier:
     Args:
         job: the state to keep up to date.
         run_dir: where `plan-<digest>.json` lies.
+        clock_ns: the monotonic clock of the records.
+
+    Attributes:
+        first_error: traceback of the first record that failed in a way nobody foresaw.
     """
 
-    def __init__(self, job: JobState, run_dir: Path) -> None:
+    def __init__(
+        self, job: JobState, run_dir: Path, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self.job = job
         self.run_dir = run_dir
+        self.first_error = ""
+        self._clock_ns = clock_ns
+        self._unusable: dict[str, _File] = {}  # digest -> the file that was no plan
         self._changes = ChangeBook(job)
         self._fingerprints = FingerprintBook(job)
         self._under_way: dict[int, OpenCollectives] = {}
@@ -65,15 +82,20 @@ class Applier:
         if batch.lost or batch.bad:
             under_way.clear()
             state.collective = None
-        if not len(batch.records):
+        records = batch.records
+        state.events_total += len(records)
+        is_timely = times_fit(records, self._clock_ns())
+        if not is_timely.all():
+            self.job.bad_records += int(len(records) - np.count_nonzero(is_timely))
+            records = records[is_timely]
+        if not len(records):
             return True
-        state.events_total += len(batch.records)
-        state.last_progress_ns = max(state.last_progress_ns, int(batch.records["t_ns"][-1]))
-        self.job.bad_records += apply_collectives(state, under_way, batch.records)
-        kinds = batch.records["kind"]
+        state.last_progress_ns = max(state.last_progress_ns, int(records["t_ns"][-1]))
+        self.job.bad_records += apply_collectives(state, under_way, records)
+        kinds = records["kind"]
         is_other = (kinds != Kind.COLLECTIVE_BEGIN) & (kinds != Kind.COLLECTIVE_END)
         if np.any(is_other):
-            for record in to_records(batch.records[is_other]):
+            for record in to_records(records[is_other]):
                 self._apply_one(state, record)
         return True
 
@@ -100,12 +122,17 @@ class Applier:
 
     def _apply_one(self, state: RankState, record: Record) -> None:
         handler = _HANDLERS.get(record.kind)
-        try:
-            if handler is None:
-                raise ValueError(f"kind {record.kind}")
-            handler(self, state, record)
-        except (ValueError, OverflowError):
+        if handler is None or not fits(record, state.world_size):
             self.job.bad_records += 1
+            return
+        try:
+            handler(self, state, record)
+        except ValueError:  # an enumeration value, a replica or a plan that does not exist
+            self.job.bad_records += 1
+        except Exception:
+            # Part of the tick's border: what one record does must not cost the rest of its batch.
+            self.job.bad_records += 1
+            self.first_error = self.first_error or traceback.format_exc()
 
     # -- one method for each kind
 
@@ -116,7 +143,7 @@ class Applier:
         state.step, state.step_open = r.a, None
         state.loss = None if math.isnan(r.x) and state.loss is None else r.x
         state.steps_total += 1
-        state.tokens_total += max(0, r.aux)
+        state.tokens_total += r.aux
         state.step_ns_total += r.b
         state.busy_ns_total += r.c
         state.steps.append(
@@ -129,6 +156,7 @@ class Applier:
                 loss=r.x,
                 epoch=state.epoch,
                 work=state.work,
+                queued_ns=r.code * QUEUED_UNIT_NS,
             )
         )
 
@@ -144,7 +172,7 @@ class Applier:
             state.grad_norm = r.x
 
     def _plan(self, state: RankState, r: Record) -> None:
-        state.epoch, state.work = r.aux, r.x
+        state.epoch, state.work = r.aux, r.x if r.x >= MIN_SHARE else 0.0
         has_place = r.code != _NO_PLACE and r.b >= 0
         state.replica, state.tp_rank = (r.b, r.code) if has_place else (None, None)
         plan = self._load_plan(digest_from_int(r.a))
@@ -160,18 +188,30 @@ class Applier:
         known = self.job.plans.get(digest)
         if known is not None:
             return known
+        file = self._plan_file(digest)
+        if file is None or self._unusable.get(digest) == file:
+            return None
         try:
             data = json.loads(read_plan(self.run_dir, digest))
             plan = Plan.from_json(data["plan"])
             model = data.get("model")
-            if model is not None:
-                self.job.model = ModelUnits.from_json(model)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidInput):
+            units = None if model is None else ModelUnits.from_json(model)
+            if max(plan.counts.values(), default=0) > MAX_UNITS:
+                raise ValueError(f"more than {MAX_UNITS} units")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            _keep(self._unusable, digest, file)
             return None
-        self.job.plans[digest] = plan
-        while len(self.job.plans) > MAX_PLANS:
-            del self.job.plans[next(iter(self.job.plans))]
+        self.job.model = units or self.job.model
+        _keep(self.job.plans, digest, plan)
         return plan
+
+    def _plan_file(self, digest: str) -> _File | None:
+        """Which file has a plan's name now; None while there is none."""
+        try:
+            info = (self.run_dir / plan_name(digest)).lstat()
+        except OSError:
+            return None
+        return info.st_ino, info.st_mtime_ns, info.st_size
 
     def _fingerprint(self, state: RankState, r: Record) -> None:
         self._fingerprints.add(state.epoch, r.a, r.aux, r.b)
@@ -220,8 +260,14 @@ class Applier:
         self.job.faults.append(Fault(step=r.a, t_ns=r.t_ns, fault=r.code, rank=r.aux, detail=r.b))
 
     def _probe_cost(self, state: RankState, r: Record) -> None:
-        state.probe_cost_events += max(0, r.a)
-        state.probe_cost_ns += max(0, r.b)
+        state.probe_cost_events += r.a
+        state.probe_cost_ns += r.b
+
+
+def _keep(known: dict[str, _T], digest: str, value: _T) -> None:
+    known[digest] = value
+    while len(known) > MAX_PLANS:
+        del known[next(iter(known))]
 
 
 _HANDLERS: dict[int, _Handler] = {

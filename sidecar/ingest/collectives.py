@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
+from sidecar.ingest.bounds import collectives_fit
 from sidecar.ingest.state import OpenCollective, OpTotals, RankState
 from sidecar.wire.reader import Records
 from sidecar.wire.schema import Kind
@@ -59,16 +61,16 @@ def apply_collectives(state: RankState, under_way: OpenCollectives, records: Rec
     """Apply all COLLECTIVE_* records of a batch to one rank.
 
     Returns:
-        number of records with an operation that does not exist; they are left out.
+        number of records with an operation, size or duration that cannot be; they are left out.
     """
     kinds = records["kind"]
     is_collective = (kinds == Kind.COLLECTIVE_BEGIN) | (kinds == Kind.COLLECTIVE_END)
     rows = records[is_collective]
     if not len(rows):
         return 0
-    is_known = rows["code"] < MAX_OPS
-    bad = int(len(rows) - np.count_nonzero(is_known))
-    rows = rows[is_known] if bad else rows
+    is_good = collectives_fit(rows, MAX_OPS)
+    bad = int(len(rows) - np.count_nonzero(is_good))
+    rows = rows[is_good] if bad else rows
     is_begin = rows["kind"] == Kind.COLLECTIVE_BEGIN
     begins, ends = rows[is_begin], rows[~is_begin]
     for op, total in _sum_by_op(begins):
@@ -87,8 +89,14 @@ def apply_collectives(state: RankState, under_way: OpenCollectives, records: Rec
 
 def _sum_by_op(rows: Records) -> list[tuple[int, int]]:
     """Sum of field b for each operation that occurs, in exact integers."""
-    codes = rows["code"]
-    return [(int(op), int(rows["b"][codes == op].sum())) for op in np.unique(codes)]
+    codes, values = rows["code"], rows["b"]
+    return [(int(op), _exact_sum(values[codes == op])) for op in np.unique(codes)]
+
+
+def _exact_sum(values: npt.NDArray[np.int64]) -> int:
+    """In two halves: the sum of large values does not fit 64 bits."""
+    low = int((values & 0xFFFFFFFF).sum())
+    return (int((values >> 32).sum()) << 32) + low
 
 
 def _totals(state: RankState, op: int) -> OpTotals:

@@ -1,12 +1,15 @@
 """Finds the rings of one run directory and drains them.
 
 A ring may vanish, be replaced, be foreign or be damaged at any time: it is then given up, counted
-and remembered, and the others go on. Nothing here interprets records.
+and remembered, and the others go on. One for which this process has no room now (rings, descriptors
+or memory) is counted once and tried again at every scan. Nothing here interprets records.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +19,10 @@ from sidecar.wire.reader import Batch, RingReader
 from sidecar.wire.ring import RingHeader, RingRefused
 from sidecar.wire.rundir import parse_ring_name
 
-MAX_RINGS = 4096  # open rings; further files are left alone and counted as refused
+MAX_RINGS = 4096  # open rings; further ones wait for room and are counted as refused
+RESERVED_FILES = 192  # descriptors kept for the page, the outbox and all else
+MIN_RINGS = 16
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 MAX_REFUSALS = 64
 MAX_REMEMBERED = 8192  # refused or finished files that are not tried again
 
@@ -29,8 +35,19 @@ class Drained:
     batch: Batch
 
 
+def ring_limit() -> int:
+    """How many rings may be open: one descriptor each, with room left for all else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_RINGS
+    return min(MAX_RINGS, max(MIN_RINGS, soft - RESERVED_FILES))
+
+
 class RingSet:
     """All rings of one run directory.
+
+    Args:
+        most: rings open at once; default: by the limit of open files.
 
     Attributes:
         job_id: rings of any other job are refused.
@@ -38,13 +55,15 @@ class RingSet:
         refusals: newest reasons, for the log.
     """
 
-    def __init__(self, run_dir: Path, job_id: str) -> None:
+    def __init__(self, run_dir: Path, job_id: str, most: int | None = None) -> None:
         self.run_dir = run_dir
         self.job_id = job_id
+        self._most = most
         self.refused = 0
         self.refusals: deque[str] = deque(maxlen=MAX_REFUSALS)
         self._open: dict[str, RingReader] = {}
         self._done: dict[tuple[str, int], None] = {}  # in order of insertion, as a bounded set
+        self._waiting: dict[tuple[str, int], None] = {}  # counted, and still without room
 
     def poll(self) -> Iterator[Drained]:
         """Drain every open ring, each rank's older rings first; also those with nothing new."""
@@ -67,26 +86,32 @@ class RingSet:
                 found = {e.name: e.inode() for e in entries if parse_ring_name(e.name)}
         except OSError:
             return  # no directory (yet); rings that are open stay readable
+        self._waiting = {k: None for k in self._waiting if found.get(k[0]) == k[1]}
+        most = ring_limit() if self._most is None else self._most
         for name, inode in found.items():
             reader = self._open.get(name)
             if reader is not None and reader.inode != inode:
                 self._close(name)
                 reader = None
             if reader is None and (name, inode) not in self._done:
-                self._try_open(name, inode)
+                if len(self._open) >= most:
+                    self._wait(name, inode, f"{name}: no room beside {most} open rings; it waits")
+                else:
+                    self._try_open(name, inode)
 
     def _try_open(self, name: str, inode: int) -> None:
-        if len(self._open) >= MAX_RINGS:
-            self._refuse(name, inode, f"{name}: more than {MAX_RINGS} rings; not watched")
-            return
         path = self.run_dir / name
         try:
             reader = RingReader(path)
         except FileNotFoundError:
             return
         except (RingRefused, OSError) as error:
-            self._refuse(name, inode, str(error))
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                self._wait(name, inode, f"{error}; it waits")
+            else:
+                self._refuse(name, inode, str(error))
             return
+        self._waiting.pop((name, inode), None)
         want, said = parse_ring_name(name), reader.header
         if said.job_id != self.job_id or want != (said.global_rank, said.pid):
             reader.close()
@@ -94,6 +119,12 @@ class RingSet:
             self._refuse(name, inode, f"{reason}, pid {said.pid}; not of this place")
             return
         self._open[name] = reader
+
+    def _wait(self, name: str, inode: int, reason: str) -> None:
+        if (name, inode) not in self._waiting and len(self._waiting) < MAX_REMEMBERED:
+            self._waiting[name, inode] = None
+            self.refused += 1
+            self.refusals.append(reason)
 
     def _refuse(self, name: str, inode: int, reason: str) -> None:
         self.refused += 1

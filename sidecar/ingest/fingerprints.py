@@ -38,6 +38,8 @@ class FingerprintBook:
         steps = self._job.fingerprints
         if step not in steps and len(steps) >= STEPS_KEPT and step < min(steps):
             return  # older than all that is kept
+        if step in self._counted:
+            return  # the step was compared; after a repair it is compared again, and then is equal
         steps.setdefault(step, {})[replica] = value
         if num_replicas is not None:
             self._expected.setdefault(step, num_replicas)

@@ -56,6 +56,11 @@ class JobIngest:
         """Why rings were refused, newest last, at most 64."""
         return list(self._rings.refusals)
 
+    @property
+    def first_error(self) -> str:
+        """Traceback of the first record that failed in a way nobody foresaw; "" without one."""
+        return self._applier.first_error
+
     def close(self) -> None:
         """Let go of all rings; the state stays."""
         self._rings.close()

@@ -1,12 +1,14 @@
 """How slow each rank is for the share the plan gives it.
 
-Uneven shares must never look like a slow rank, nor hide one. So a rank's own busy time (not the
-step time, in which it may wait for others) is divided by its share of the job's work before ranks
-are compared. The check for slow ranks, the exporter and the page all take the number from here.
+Uneven shares must never look like a slow rank, nor hide one. So a rank's own busy time is divided
+by the share of time that the plan expects of it before ranks are compared. Own time is not step
+time, in which it may wait for others, nor what it waited for a processor of its host. The check for
+slow ranks, the exporter and the page all take the number from here.
 """
 
 from __future__ import annotations
 
+import math
 from statistics import fmean, median, median_low
 
 from sidecar.ingest.state import JobState, RankState
@@ -39,11 +41,15 @@ def slowness(job: JobState, window: int = 5) -> dict[int, float]:
 
 def _comparable(job: JobState) -> list[RankState]:
     """Living ranks with a share large enough to judge."""
-    living = [r for r in job.ranks.values() if r.alive is not False and r.work is not None]
+    living = [r for r in job.ranks.values() if r.alive is not False and _is_known(r.work)]
     if not living:
         return []
     floor = MIN_SHARE_OF_MEAN * fmean(r.work or 0.0 for r in living)
     return [r for r in living if r.work is not None and r.work > 0 and r.work >= floor]
+
+
+def _is_known(share: float | None) -> bool:
+    return share is not None and math.isfinite(share)
 
 
 def _cost_ns(rank: RankState, window: int) -> float | None:
@@ -52,6 +58,6 @@ def _cost_ns(rank: RankState, window: int) -> float | None:
     for sample in reversed(rank.steps):
         if sample.epoch != rank.epoch or len(costs) == window:
             break
-        if sample.work:
-            costs.append(sample.busy_ns / sample.work)
+        if sample.work and _is_known(sample.work):
+            costs.append(sample.own_ns / sample.work)
     return median(costs) if costs else None

@@ -31,6 +31,12 @@ class StepSample:
     loss: float
     epoch: int
     work: float | None
+    queued_ns: int = 0
+
+    @property
+    def own_ns(self) -> int:
+        """Busy time without what went by waiting for a processor of the host."""
+        return max(0, self.busy_ns - self.queued_ns)
 
 
 @dataclass(slots=True, kw_only=True)

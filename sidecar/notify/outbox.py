@@ -20,6 +20,9 @@ MAX_MESSAGES = 10_000
 """Messages kept. Beyond it the oldest delivered go first, then the oldest dead, then the oldest
 pending: a newer incident matters more than one that could not be told for days."""
 
+BUSY_S = 1.0
+"""How long one call waits for another process that holds the file; then it is `sqlite3.Error`."""
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS messages (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -66,6 +69,10 @@ class Message:
 class Outbox:
     """A durable queue of messages for one endpoint. Safe for several threads and processes.
 
+    Every call may raise `sqlite3.Error` and can be repeated later. A file that is locked, or a disk
+    that is full, when this is made is such an error of later calls; a file that can never serve is
+    one here.
+
     Args:
         path: SQLite file; made when missing, its directory too.
         clock: unix time in seconds.
@@ -76,26 +83,49 @@ class Outbox:
         self, path: Path, *, clock: Callable[[], float], max_messages: int = MAX_MESSAGES
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._clock = clock
         self._max_messages = max_messages
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        self._opened: sqlite3.Connection | None = None
+        self._is_closed = False
+        with self._lock:
+            try:
+                self._db()
+            except sqlite3.OperationalError as error:
+                if not _is_passing(error):
+                    raise
+
+    def _db(self) -> sqlite3.Connection:
+        """The connection, made at the first call that succeeds. Under the lock."""
+        if self._is_closed:
+            raise sqlite3.ProgrammingError("the outbox is closed")
+        if self._opened is None:
+            db = sqlite3.connect(
+                self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            try:
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=FULL")
+                db.executescript(_SCHEMA)
+            except BaseException:
+                db.close()
+                raise
+            self._opened = db
+        return self._opened
 
     def enqueue(self, message_id: str, body: bytes) -> bool:
         """Keep a message, due now. False when this id is known already; then nothing changes."""
         now_s = self._clock()
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            added = self._db.execute(
+        with self._lock, self._db() as db:
+            db.execute("BEGIN IMMEDIATE")
+            added = db.execute(
                 "INSERT OR IGNORE INTO messages"
                 " (id, created_s, due_s, attempts, state, body, error)"
                 " VALUES (?, ?, ?, 0, 'pending', ?, '')",
                 (message_id, now_s, now_s, body),
             ).rowcount
-            self._db.execute(_TRIM, (self._max_messages,))
+            db.execute(_TRIM, (self._max_messages,))
         return added == 1
 
     def due(self) -> Message | None:
@@ -106,9 +136,11 @@ class Outbox:
     def next_due_s(self) -> float | None:
         """When the next pending message is due; None when none is pending."""
         with self._lock:
-            row = self._db.execute(
-                "SELECT min(due_s) FROM messages WHERE state = 'pending'"
-            ).fetchone()
+            row = (
+                self._db()
+                .execute("SELECT min(due_s) FROM messages WHERE state = 'pending'")
+                .fetchone()
+            )
         value: float | None = row[0]
         return value
 
@@ -126,8 +158,8 @@ class Outbox:
 
     def replay(self, message_id: str | None = None) -> int:
         """Make dead messages (or one of them) pending again, due now. Returns how many."""
-        with self._lock, self._db:
-            return self._db.execute(
+        with self._lock, self._db() as db:
+            return db.execute(
                 "UPDATE messages SET state = 'pending', attempts = 0, due_s = ?"
                 " WHERE state = 'dead' AND (? IS NULL OR id = ?)",
                 (self._clock(), message_id, message_id),
@@ -137,22 +169,38 @@ class Outbox:
         """Messages in a state, oldest first."""
         return self._rows("state = ?", (str(state),), limit=limit)
 
-    def count(self, state: MessageState) -> int:
-        """Number of messages in a state."""
-        with self._lock:
-            row = self._db.execute(
-                "SELECT count(*) FROM messages WHERE state = ?", (str(state),)
-            ).fetchone()
+    def count(self, state: MessageState, wait_s: float = -1) -> int:
+        """Number of messages in a state.
+
+        Args:
+            wait_s: how long to wait for another thread's call; TimeoutError after that, or when the
+                file is not open yet. -1: as long as it takes.
+        """
+        if wait_s >= 0 and self._opened is None and not self._is_closed:
+            raise TimeoutError("the outbox is not open yet")
+        if not self._lock.acquire(timeout=wait_s):
+            raise TimeoutError("another thread uses the outbox")
+        try:
+            row = (
+                self._db()
+                .execute("SELECT count(*) FROM messages WHERE state = ?", (str(state),))
+                .fetchone()
+            )
+        finally:
+            self._lock.release()
         return int(row[0])
 
     def close(self) -> None:
         """Close the file. Messages stay in it."""
         with self._lock:
-            self._db.close()
+            self._is_closed = True
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
 
     def _attempted(self, message_id: str, state: MessageState, due_s: float, error: str) -> None:
-        with self._lock, self._db:
-            self._db.execute(
+        with self._lock, self._db() as db:
+            db.execute(
                 "UPDATE messages SET state = ?, due_s = ?, error = ?, attempts = attempts + 1"
                 " WHERE id = ?",
                 (str(state), due_s, error[:500], message_id),
@@ -164,7 +212,7 @@ class Outbox:
             f" WHERE {where} ORDER BY due_s, number LIMIT {int(limit)}"
         )
         with self._lock:
-            rows = self._db.execute(query, values).fetchall()
+            rows = self._db().execute(query, values).fetchall()
         return [
             Message(
                 id=r[0],
@@ -177,3 +225,14 @@ class Outbox:
             )
             for r in rows
         ]
+
+
+def _is_passing(error: sqlite3.OperationalError) -> bool:
+    """Whether a failure is of the moment (locked, full, a fault of the disk), not of the place."""
+    code = error.sqlite_errorcode & 0xFF  # the rest says which operation failed
+    return code in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+    )

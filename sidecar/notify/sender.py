@@ -4,7 +4,7 @@ Only a 2xx answer is success. Everything else is tried again by the schedule of
 `sidecar.notify.retry`; after the last attempt the message is dead until it is replayed. 410 says
 that the endpoint is gone: nothing more is sent to it until `enable`. Redirects are not followed: a
 signed message goes where its owner said, nowhere else. The caller of `send` never waits for the
-network.
+network, but for the disk: a tick hands its messages to `sidecar.notify.intake` instead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ TIMEOUT_S = 15.0
 """For each of connect, write and read (Standard Webhooks recommends 15 to 30 s)."""
 
 _POLL_S = 5.0  # another process may have added a message to the file
+_COUNT_WAIT_S = 0.02  # whoever counts holds up the tick
 _GONE = 410
 
 
@@ -94,9 +95,10 @@ class Sender:
         self._changed = threading.Condition()
         self._woken = self._stopping = False
         self._enabled = True
-        self._failing = False
+        self._failing = self._blocked = False
         self._counts = {"delivered": 0, "retried": 0, "dead": 0}
-        self._queued = outbox.count(MessageState.PENDING)
+        self._queued = 0
+        self._unrecorded: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="webhook-sender", daemon=True)
 
     def start(self) -> None:
@@ -127,9 +129,9 @@ class Sender:
             self._changed.notify_all()
 
     def counts(self) -> SenderCounts:
-        """Counts so far. After the outbox was closed, `queued` is what it held last."""
-        with contextlib.suppress(sqlite3.ProgrammingError):
-            self._queued = self._outbox.count(MessageState.PENDING)
+        """Counts so far. When the outbox is closed, or busy, `queued` is what it held last."""
+        with contextlib.suppress(sqlite3.Error, TimeoutError):
+            self._queued = self._outbox.count(MessageState.PENDING, wait_s=_COUNT_WAIT_S)
         return SenderCounts(**self._counts, queued=self._queued, enabled=self._enabled)
 
     def stop(self, timeout_s: float = 1.0) -> bool:
@@ -151,6 +153,7 @@ class Sender:
     def _run(self) -> None:
         while not self._stopping:
             try:
+                self._record_now()
                 message = self._outbox.due() if self._enabled else None
                 if message is None:
                     self._wait()
@@ -158,8 +161,23 @@ class Sender:
                     self._deliver(message)
             except sqlite3.Error as error:  # disk full, file locked, or closed while we stop
                 if not self._stopping:
-                    log.warning("webhook outbox: %s; trying again", error)
+                    if not self._blocked:  # once for an outage
+                        log.warning("webhook outbox: %s; trying again", error)
+                    self._blocked = True
                     self._pause(_POLL_S)
+            else:
+                self._blocked = False
+
+    def _record(self, note: Callable[[], None]) -> None:
+        """Note an attempt's outcome. Until that has succeeded nothing more is sent: a message that
+        was delivered would be sent again and again for as long as the disk is full."""
+        self._unrecorded = note
+        self._record_now()
+
+    def _record_now(self) -> None:
+        if self._unrecorded is not None:
+            self._unrecorded()
+            self._unrecorded = None
 
     def _wait(self) -> None:
         due_s = self._outbox.next_due_s() if self._enabled else None
@@ -174,9 +192,9 @@ class Sender:
     def _deliver(self, message: Message) -> None:
         answer = self._attempt(message)
         if 200 <= answer.status < 300:
-            self._outbox.mark_delivered(message.id)
             self._counts["delivered"] += 1
             self._failing = False
+            self._record(lambda: self._outbox.mark_delivered(message.id))
             return
         self._failed(message, answer)
 
@@ -194,16 +212,17 @@ class Sender:
         if wait_s is None:
             self._bury(message, answer.error)
             return
-        self._outbox.mark_retry(message.id, self._clock() + wait_s, answer.error)
         self._counts["retried"] += 1
         if not self._failing:  # once, not for every message of an outage
             log.warning("webhook to %s failed: %s; will retry", redacted(self._url), answer.error)
         self._failing = True
+        due_s = self._clock() + wait_s
+        self._record(lambda: self._outbox.mark_retry(message.id, due_s, answer.error))
 
     def _bury(self, message: Message, error: str) -> None:
-        self._outbox.mark_dead(message.id, error)
         self._counts["dead"] += 1
         log.error("webhook %s to %s is given up: %s", message.id, redacted(self._url), error)
+        self._record(lambda: self._outbox.mark_dead(message.id, error))
 
     def _attempt(self, message: Message) -> _Answer:
         headers = {"content-type": "application/json"}

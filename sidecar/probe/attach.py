@@ -20,16 +20,12 @@ from pathlib import Path
 from types import TracebackType
 
 from ntp_core.observe import NULL_OBSERVER, Observer
+from sidecar.probe.leaving import Leaving
 from sidecar.probe.torch_hooks import TorchHooks
 from sidecar.probe.writer import ProbeObserver
+from sidecar.wire.holders import remove_stale
 from sidecar.wire.ring import BadJobId, RingWriter, check_job_id, header_of_this_process
-from sidecar.wire.rundir import (
-    create_run_dir,
-    default_base,
-    make_private_dir,
-    remove_stale,
-    ring_name,
-)
+from sidecar.wire.rundir import create_run_dir, default_base, make_private_dir, ring_name
 
 ENV_RUN_DIR = "NTP_SIDECAR_RUN_DIR"
 ENV_JOB_ID = "NTP_SIDECAR_JOB_ID"
@@ -47,6 +43,7 @@ class WatchedProcess:
         self._is_child = False  # forked from a watched process
         self._has_failed = False
         self._has_exit_hooks = False
+        self._leaving = Leaving(self._step)
         self._gc_begin_ns = 0
 
     # -- becoming a rank
@@ -103,6 +100,7 @@ class WatchedProcess:
         if self._has_exit_hooks:
             return
         self._has_exit_hooks = True
+        self._leaving.arm()
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._after_fork)
         gc.callbacks.append(self._on_gc)
@@ -110,8 +108,11 @@ class WatchedProcess:
 
     def _at_exit(self) -> None:
         if self.observer is not None:
-            self.observer.exit(1 if self.observer.has_exception else 0)
+            self.observer.exit(self._leaving.status())
             self.observer.turn_off()
+
+    def _step(self) -> int:
+        return 0 if self.observer is None else self.observer.step
 
     def _chain_excepthook(self, previous: Callable[..., object]) -> Callable[..., object]:
         def excepthook(
@@ -119,6 +120,7 @@ class WatchedProcess:
         ) -> object:
             if self.observer is not None:
                 self.observer.exception()
+                self._leaving.exception(kind)
             return previous(kind, error, trace)
 
         return excepthook

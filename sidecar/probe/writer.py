@@ -13,7 +13,7 @@ import traceback
 
 from sidecar.wire.ring import Emit, RingWriter, scratch_emit
 from sidecar.wire.rundir import write_plan
-from sidecar.wire.schema import Kind, digest_to_int
+from sidecar.wire.schema import QUEUED_UNIT_NS, Kind, digest_to_int
 
 MAX_ERRORS = 32
 NO_PLACE = 65535  # tp_rank of a rank that the plan does not mention
@@ -52,7 +52,6 @@ class ProbeObserver:
         ring: the ring, or None once the probe is off.
         errors: calls that failed inside the probe; they did not reach the job.
         first_error: traceback of the first of them, as text.
-        has_exception: the rank is dying of an exception.
     """
 
     __slots__ = (
@@ -63,7 +62,6 @@ class ProbeObserver:
         "_steps_to_burst",
         "errors",
         "first_error",
-        "has_exception",
         "ring",
     )
 
@@ -76,12 +74,16 @@ class ProbeObserver:
         self._has_gc = False
         self.errors = 0
         self.first_error = ""
-        self.has_exception = False
 
     @property
     def is_on(self) -> bool:
         """Whether calls still reach a ring."""
         return self.ring is not None
+
+    @property
+    def step(self) -> int:
+        """The newest step that has begun."""
+        return self._step
 
     def turn_off(self) -> None:
         """Write nothing any more: after a fork, after too many errors, at the end."""
@@ -107,10 +109,19 @@ class ProbeObserver:
         except Exception:
             self._fail()
 
-    def step_end(self, step: int, duration_ns: int, busy_ns: int, tokens: int, loss: float) -> None:
+    def step_end(
+        self,
+        step: int,
+        duration_ns: int,
+        busy_ns: int,
+        tokens: int,
+        loss: float,
+        queued_ns: int = 0,
+    ) -> None:
         """See `Observer.step_end`."""
         try:
-            self._emit(_STEP_END, 0, tokens, step, duration_ns, busy_ns, loss)
+            queued = min(queued_ns // QUEUED_UNIT_NS, 0xFFFF)
+            self._emit(_STEP_END, queued, tokens, step, duration_ns, busy_ns, loss)
             if self._has_gc:
                 self._write_gc()
             self._steps_to_burst -= 1
@@ -228,13 +239,12 @@ class ProbeObserver:
     def exception(self) -> None:
         """The rank dies of an exception that nobody caught."""
         try:
-            self.has_exception = True
             self._emit(_EXCEPTION, 0, 0, self._step)
         except Exception:
             self._fail()
 
     def exit(self, status: int) -> None:
-        """The rank leaves in good order, or with the status of its exception."""
+        """The rank says goodbye; `status` is -1 where it cannot know with what status it ends."""
         try:
             self._emit(_EXIT, 0, status, self._step)
         except Exception:

@@ -93,7 +93,8 @@ def _head(snapshot: Json) -> Text:
     head = Text(job["job_id"], style="bold").append("  ")
     head.append_text(_mark(job["status"]))
     head.append(f"  step {number(job['step'], 0)}  {duration(job['step_time_s'])}")
-    head.append(f"  loss {number(job['loss'])}{first}\n")
+    loss = "not finite" if job["loss_is_finite"] is False else number(job["loss"])
+    head.append(f"  loss {loss}{first}\n")
     head.append(f"ranks {job['ranks_alive']}{world}{dead}")
     head.append(f"  plan epoch {number(job['plan_epoch'], 0)}{digest}  replicas identical {same}")
     return head

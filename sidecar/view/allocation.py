@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ntp_core.inbound.plain_json import finite_or_none
 from ntp_core.plan import Plan
 from sidecar.ingest.spans import is_verified, span_tree, start_ns, stop_ns
 from sidecar.ingest.state import MAX_CHANGES, Change, JobState
@@ -56,8 +57,8 @@ def _change_view(change: Change, unix_offset_ns: int) -> dict[str, Any]:
         "trace_id": change.trace_id,
         "incident": change.incident,
         "judged": change.judged,
-        "step_time_before_s": change.step_time_before_s,
-        "step_time_after_s": change.step_time_after_s,
-        "step_time_ideal_s": change.step_time_ideal_s,
+        "step_time_before_s": finite_or_none(change.step_time_before_s),
+        "step_time_after_s": finite_or_none(change.step_time_after_s),
+        "step_time_ideal_s": finite_or_none(change.step_time_ideal_s),
         "spans": span_tree(change),
     }

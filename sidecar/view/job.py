@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from ntp_core.inbound.plain_json import finite_or_none
 from sidecar.checks.finding import Severity
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.state import STEPS_KEPT, JobState, RankState
@@ -30,9 +31,10 @@ def job_view(
     return {
         "job_id": job.job_id,
         "step": _step(job),
-        "loss": _finite(lead.loss) if lead else None,
-        "loss_first": _finite(job.loss_first),
-        "gradient_norm": _finite(lead.grad_norm) if lead else None,
+        "loss": finite_or_none(lead.loss) if lead else None,
+        "loss_is_finite": _loss_is_finite(lead),
+        "loss_first": finite_or_none(job.loss_first),
+        "gradient_norm": finite_or_none(lead.grad_norm) if lead else None,
         "world_size": max((r.world_size for r in ranks), default=0) or None,
         "ranks_alive": sum(r.alive is True for r in ranks),
         "ranks_dead": sum(is_dead(r) for r in ranks),
@@ -44,7 +46,7 @@ def job_view(
         "replicas_identical_steps": job.identical_steps,
         "replicas_checked_steps": job.checked_steps,
         "started_unix_s": min(starts) / 1e9 if starts else None,
-        "status": _status(ranks, incidents, now_ns - progress_limit_ns),
+        "status": _status(ranks, lead, incidents, now_ns - progress_limit_ns),
     }
 
 
@@ -63,9 +65,8 @@ def _lead(ranks: list[RankState]) -> RankState | None:
     return max(known, key=lambda r: (r.step, -r.rank), default=None)
 
 
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return value if value is not None and math.isfinite(value) else None
+def _loss_is_finite(lead: RankState | None) -> bool | None:
+    return None if lead is None or lead.loss is None else math.isfinite(lead.loss)
 
 
 def _step_times(ranks: list[RankState]) -> tuple[list[int], list[float]]:
@@ -82,14 +83,20 @@ def _step_times(ranks: list[RankState]) -> tuple[list[int], list[float]]:
     return steps, [slowest[s] / 1e9 for s in steps]
 
 
-def _status(ranks: list[RankState], incidents: Iterable[Incident], fresh_after_ns: int) -> str:
-    """One word for the job. A firing incident says more than silence does, so it comes first."""
+def _status(
+    ranks: list[RankState],
+    lead: RankState | None,
+    incidents: Iterable[Incident],
+    fresh_after_ns: int,
+) -> str:
+    """One word for the job. A firing incident, or a loss that is no number any more, says more than
+    silence does, so it comes first."""
     if not ranks:
         return "unknown"
     firing = {i.finding.severity for i in incidents if i.state is IncidentState.FIRING}
     if Severity.CRITICAL in firing:
         return "critical"
-    if Severity.WARNING in firing:
+    if Severity.WARNING in firing or _loss_is_finite(lead) is False:
         return "degraded"
     if max(r.last_progress_ns for r in ranks) < fresh_after_ns:
         return "unknown"

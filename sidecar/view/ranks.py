@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ntp_core.inbound.plain_json import finite_or_none
 from ntp_core.observe import Op
 from ntp_core.plan import Plan
 from sidecar.incidents.incident import Incident, IncidentState
@@ -31,7 +32,7 @@ def ranks_view(
     for rank in sorted(job.ranks):
         state = job.ranks[rank]
         row = _rank_view(state, job.plan, now_ns)
-        row["slowness"] = slow.get(rank)
+        row["slowness"] = finite_or_none(slow.get(rank))
         row["health"] = _health(state, row["replica"], firing)
         rows.append(row)
     return rows
@@ -73,7 +74,7 @@ def _rank_view(rank: RankState, plan: Plan | None, now_ns: int) -> dict[str, Any
         "exit_status": rank.exited,
         "step": rank.step,
         "progress_age_s": max(0, now_ns - seen_ns) / 1e9 if seen_ns else None,
-        "share": rank.work if plan is None or units is not None else None,
+        "share": finite_or_none(rank.work) if plan is None or units is not None else None,
         "busy_s": newest.busy_ns / 1e9 if newest else None,
         "wait_s": max(0, newest.duration_ns - newest.busy_ns) / 1e9 if newest else None,
         "collective": _collective_view(rank.collective, now_ns),

@@ -14,11 +14,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from sidecar.web.guard import Guard
+from sidecar.web.guard import Guard, json_response
 from sidecar.web.openapi import openapi_document
 from sidecar.web.stream import STREAM_LIMITS, SnapshotSource, SnapshotStream, StreamLimits
 
@@ -47,8 +47,8 @@ def create_app(
     """
     stream = SnapshotStream(source, limits)
 
-    async def open_stream(_: Request) -> Response:
-        return stream.open()
+    async def open_stream(request: Request) -> Response:
+        return stream.open(request.method)
 
     def show_metrics(request: Request) -> Response:
         body, content_type = metrics(request.headers.get("accept"))
@@ -84,7 +84,7 @@ def _page(_: Request) -> Response:
 
 def _json(path: str, body: Callable[[], Any]) -> BaseRoute:
     def answer(_: Request) -> Response:
-        return JSONResponse(body())
+        return json_response(body())
 
     return Route(path, answer)
 
@@ -97,11 +97,11 @@ def _probe(path: str, ask: Callable[[], tuple[bool, str]]) -> BaseRoute:
     def answer(_: Request) -> Response:
         good, reason = ask()
         body = {"status": "ok" if good else "unavailable", "reason": reason}
-        return JSONResponse(body, 200 if good else 503)
+        return json_response(body, 200 if good else 503)
 
     return Route(path, answer)
 
 
 def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
+    return json_response({"error": error.detail}, error.status_code, error.headers)

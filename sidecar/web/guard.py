@@ -7,16 +7,23 @@ name. With a token the rebinding page does not know it, and any name may be used
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Mapping
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ntp_core.inbound.plain_json import to_json
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_PATHS = ("/healthz", "/readyz")
 """Asked by machines that carry no token; they tell one word and a reason."""
+
+MAX_QUERY_FIELDS = 16
+"""A query with more is not looked at, and so holds no token."""
 
 SECURITY_HEADERS = {
     "content-security-policy": (
@@ -100,10 +107,23 @@ def _has_token(headers: Headers, scope: Scope, token: str) -> bool:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     offered = [given.strip()] if scheme.lower() == "bearer" else []
     query = scope.get("query_string", b"").decode("latin-1")
-    offered += parse_qs(query, max_num_fields=16).get("token", [])
-    return any(secrets.compare_digest(o.encode(), token.encode()) for o in offered)
+    with contextlib.suppress(ValueError):  # it has more fields than any page of ours sends
+        offered += parse_qs(query, max_num_fields=MAX_QUERY_FIELDS).get("token", [])
+    return any(secrets.compare_digest(_bytes(o), _bytes(token)) for o in offered)
+
+
+def _bytes(text: str) -> bytes:
+    """Also of a token that came out of the environment with bytes that are no UTF-8."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def json_response(
+    body: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An answer in JSON. Whatever numbers and text are in it, it can be encoded."""
+    return Response(to_json(body), status, headers, media_type="application/json")
 
 
 def _error(status: int, text: str) -> ASGIApp:
     headers = {"www-authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": text}, status, headers=headers)
+    return json_response({"error": text}, status, headers)

@@ -58,6 +58,7 @@ JOB = _object(
     job_id=TEXT,
     step=_or_null(COUNT),
     loss=_or_null(NUMBER),
+    loss_is_finite=_or_null(FLAG),
     loss_first=_or_null(NUMBER),
     gradient_norm=_or_null(NUMBER),
     world_size=_or_null(COUNT),

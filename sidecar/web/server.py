@@ -10,14 +10,13 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sidecar.web.connections import BoundedConfig, ConnectionLimits
 from sidecar.web.guard import is_loopback
 from sidecar.web.stream import Address, SnapshotStream
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9440
-MAX_CONNECTIONS = 128
-"""Beyond it uvicorn answers 503."""
-
+CONNECTION_LIMITS = ConnectionLimits()
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
 
@@ -43,21 +42,22 @@ class WebServer:
         token: str | None,
         host: str = DEFAULT_HOST,
         port: int = DEFAULT_PORT,
+        limits: ConnectionLimits = CONNECTION_LIMITS,
     ) -> None:
         if token is None and not is_loopback(host):
             raise ServeError(
                 f"{host} can be reached from other machines and there is no token; "
                 f"set one with --token, or listen on {DEFAULT_HOST}"
             )
-        self._socket = _listen(host, port)
+        self._socket = _listen(host, port, limits.max_connections)
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         self.stream: SnapshotStream = app.state.stream
         self.stream.drop = self._drop
         self._server = _Server(
-            uvicorn.Config(
+            BoundedConfig(
                 app,
-                http="h11",
+                limits,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -65,7 +65,6 @@ class WebServer:
                 log_level="error",
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=1,
             )
         )
@@ -117,13 +116,13 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(MAX_CONNECTIONS)
+        sock.listen(backlog)
     except OSError as error:
         sock.close()
         raise ServeError(_refused(host, port, error)) from error

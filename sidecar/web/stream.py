@@ -7,14 +7,16 @@ client that does not read is cut off. A snapshot is encoded once and shared by a
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from ntp_core.inbound.plain_json import to_json
+from sidecar.web.guard import json_response
 
 Address = tuple[str, int]
 
@@ -67,12 +69,14 @@ class SnapshotStream:
         self._source = source
         self._encoded: tuple[int, bytes] = (-1, b"")
 
-    def open(self) -> Response:
-        """One more stream, or 503 when there are enough."""
+    def open(self, method: str = "GET") -> Response:
+        """One more stream, or 503 when there are enough. HEAD gets the headers, and no place."""
+        if method == "HEAD":
+            return Response(media_type=_EventStream.media_type)
         most = self.limits.max_clients
         if self.clients >= most:
             text = f"{most} pages follow this sidecar already; close one or poll /api/v1"
-            return JSONResponse({"error": text}, 503, headers={"retry-after": "10"})
+            return json_response({"error": text}, 503, {"retry-after": "10"})
         return _EventStream(self)
 
     def event(self, seen: int) -> tuple[int, bytes] | None:
@@ -81,7 +85,7 @@ class SnapshotStream:
         if version == seen:
             return None
         if version != self._encoded[0]:
-            body = json.dumps(self._source.snapshot(), separators=(",", ":"), allow_nan=False)
+            body = to_json(self._source.snapshot())
             self._encoded = version, f"id: {version}\nevent: snapshot\ndata: {body}\n\n".encode()
         return self._encoded
 

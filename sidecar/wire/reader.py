@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.wire.ring import HEAD_OFFSET, HEADER_SIZE, RingHeader, RingRefused, unpack_header
+from sidecar.wire.ring import HEAD_OFFSET, HEADER_SIZE, RingRefused, open_ring
 from sidecar.wire.schema import RECORD_SIZE, Record
 
 RECORD_DTYPE = np.dtype(
@@ -62,37 +61,21 @@ def to_records(records: Records) -> list[Record]:
     return [Record._make(row[:9]) for row in records.tolist()]
 
 
-def read_header(path: Path) -> RingHeader:
-    """The checked header of a ring file. Raises RingRefused or OSError."""
-    fd, header = _open(path)
-    os.close(fd)
-    return header
-
-
-def _open(path: Path) -> tuple[int, RingHeader]:
-    # O_NONBLOCK: a pipe under a ring's name must not hold us up
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise RingRefused(path, "file_type", oct(info.st_mode), "not a regular file")
-        return fd, unpack_header(path, os.pread(fd, HEADER_SIZE, 0), info.st_size)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
 class RingReader:
     """Reader of one ring; keeps its own place. Raises RingRefused or OSError when it cannot open.
 
-    The file may be deleted while it is open; what the writer wrote stays readable.
+    The file may be deleted while it is open; what the writer wrote stays readable. It holds one
+    descriptor: the mapping's own.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd, self.header = _open(path)
-        self.inode = os.fstat(self._fd).st_ino
-        self._map = mmap.mmap(self._fd, self.header.file_size, access=mmap.ACCESS_READ)
+        fd, self.header = open_ring(path)
+        try:
+            self.inode = os.fstat(fd).st_ino
+            self._map = mmap.mmap(fd, self.header.file_size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
         capacity = self.header.capacity
         self._counters = np.frombuffer(self._map, "<u8", count=2, offset=HEAD_OFFSET)
         self._slots = np.frombuffer(self._map, RECORD_DTYPE, count=capacity, offset=HEADER_SIZE)
@@ -145,14 +128,11 @@ class RingReader:
 
     def _check_size(self) -> None:
         """A file cut short under the mapping would kill this process with SIGBUS."""
-        size = os.fstat(self._fd).st_size
+        size = self._map.size()  # of the file, not of the mapping
         if size < self.header.file_size:
             raise RingRefused(self.path, "file_size", size, "cut short while it was read")
 
     def close(self) -> None:
         """Let go of the file; batches stay valid, they are copies."""
-        if self._fd >= 0:
-            self._counters = self._slots = _NO_RECORDS  # they hold the mapping
-            self._map.close()
-            os.close(self._fd)
-            self._fd = -1
+        self._counters = self._slots = _NO_RECORDS  # they hold the mapping
+        self._map.close()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ntp_core.inbound.regular_file import NotRegular, open_regular
 from sidecar.wire.process import process_start_ticks
 from sidecar.wire.schema import RECORD, RECORD_SIZE, VERSION
 
@@ -194,6 +195,30 @@ def unpack_header(path: Path, data: bytes, file_size: int) -> RingHeader:
     header = _identity(path, fields)
     want = header.file_size
     _require(path, "file_size", file_size, file_size >= want, f"cut short, {want} bytes expected")
+    return header
+
+
+def open_ring(path: Path) -> tuple[int, RingHeader]:
+    """A descriptor, the caller's to close, and the checked header; waits for nothing.
+
+    Raises:
+        RingRefused: it is no ring of this version. OSError: it cannot be opened.
+    """
+    try:
+        fd, info = open_regular(path)
+    except NotRegular as error:
+        raise RingRefused(path, "file_type", error.strerror, "not a regular file") from None
+    try:
+        return fd, unpack_header(path, os.pread(fd, HEADER_SIZE, 0), info.st_size)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_header(path: Path) -> RingHeader:
+    """The checked header of a ring file. Raises RingRefused or OSError."""
+    fd, header = open_ring(path)
+    os.close(fd)
     return header
 
 

@@ -2,34 +2,37 @@
 
 It holds one ring for each rank (`rank-<global rank>-<pid>.ring`), the plans beside them
 (`plan-<digest>.json`, named by their content) and one `owner-<pid>-<start ticks>` file for each
-sidecar that uses it. The base is /dev/shm, or the directory for temporary files where that cannot
-be written: rings work there too, but a page may then wait for a disk.
+process that uses it (`sidecar.wire.holders`). The base is /dev/shm, or the directory for temporary
+files where that cannot be used: rings work there too, but a page may then wait for a disk.
 
 Only this user may read it. A directory of the right name that belongs to someone else is refused.
+This module never removes anything that it did not just make.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
-import shutil
 import stat
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from sidecar.wire.process import is_running, process_start_ticks
-from sidecar.wire.ring import HEADER_SIZE, RingRefused, check_job_id, unpack_header
+from ntp_core.inbound.regular_file import read_regular
+from sidecar.wire.ring import check_job_id
 
 SHARED_MEMORY = Path("/dev/shm")
-EMPTY_DIR_KEPT_S = 3600.0  # a run directory without rings may belong to a job that still starts
 MAX_PLAN_BYTES = 64 << 20
+MIN_FREE_BYTES = 4 << 20  # rings of 8 ranks; a base with less is passed over
+MIN_FREE_FILES = 16
+MKDIR_TRIES = 3
 
 _RING = re.compile(r"rank-(\d{1,9})-(\d{1,10})\.ring", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_OWNER = re.compile(r"owner-(\d{1,10})-(\d{1,20})", re.ASCII)
 
 
 class RunDirRefused(OSError):
@@ -74,6 +77,27 @@ def default_base(shared_memory: Path = SHARED_MEMORY) -> Path:
     return base
 
 
+def known_bases() -> list[Path]:
+    """Every base that this project may have chosen here, the usual one first."""
+    found = [SHARED_MEMORY]
+    with contextlib.suppress(OSError):  # no directory for temporary files at all
+        found.append(Path(tempfile.gettempdir()))
+    return list(dict.fromkeys(found))
+
+
+def check_base(base: Path, room_in: Callable[[Path], os.statvfs_result] = os.statvfs) -> None:
+    """Raise OSError, saying what is wrong, where rings have no place below a base."""
+    if not base.is_dir():
+        raise OSError(errno.ENOTDIR, "it is not a directory", str(base))
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, "it cannot be written", str(base))
+    room = room_in(base)
+    if room.f_bavail * room.f_frsize < MIN_FREE_BYTES:
+        raise OSError(errno.ENOSPC, "it is full", str(base))
+    if room.f_files and room.f_favail < MIN_FREE_FILES:
+        raise OSError(errno.ENOSPC, "it has no room for more files", str(base))
+
+
 def user_dir(base: Path) -> Path:
     """All run directories of this user below a base."""
     return base / f"nutp-{os.getuid()}"
@@ -93,9 +117,30 @@ def create_run_dir(job_id: str, base: Path | None = None) -> Path:
         OSError: it cannot be made.
     """
     path = run_dir_path(job_id, default_base() if base is None else base)
-    make_private_dir(path.parent)
-    make_private_dir(path)
+    for tries_left in reversed(range(MKDIR_TRIES)):
+        make_private_dir(path.parent)
+        try:
+            make_private_dir(path)
+            break
+        except FileNotFoundError:  # another process took the empty parent away in between
+            if not tries_left:
+                raise
     return path
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether a path names `<base>/nutp-<uid>/<job id>` of this user, and what is there is ours.
+
+    Only such a directory may ever be removed. A link at either level makes it none.
+    """
+    try:
+        check_job_id(path.name)
+        levels = [path.lstat(), path.parent.lstat()]
+    except (OSError, ValueError):
+        return False
+    return path.parent.name == f"nutp-{os.getuid()}" and all(
+        stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() for info in levels
+    )
 
 
 def make_private_dir(path: Path) -> None:
@@ -112,14 +157,6 @@ def make_private_dir(path: Path) -> None:
             ) from None
         if info.st_mode & 0o077:
             path.chmod(0o700)
-
-
-def claim(run_dir: Path) -> Path:
-    """Mark the directory as used by this process, so that no other sidecar clears it away."""
-    pid = os.getpid()
-    mark = run_dir / f"owner-{pid}-{process_start_ticks(pid)}"
-    mark.touch(mode=0o600)
-    return mark
 
 
 def write_plan(run_dir: Path, digest: str, text: str) -> Path:
@@ -144,12 +181,13 @@ def write_plan(run_dir: Path, digest: str, text: str) -> Path:
 
 
 def read_plan(run_dir: Path, digest: str) -> str:
-    """The JSON of a plan. Raises OSError when it is missing, ValueError when it is too large."""
-    path = run_dir / plan_name(digest)
-    size = path.stat().st_size
-    if size > MAX_PLAN_BYTES:
-        raise ValueError(f"{path} has {size} bytes, more than {MAX_PLAN_BYTES}")
-    return path.read_text(encoding="utf-8")
+    """The JSON of a plan; waits for nothing.
+
+    Raises:
+        OSError: it is missing, not a regular file, or larger than `MAX_PLAN_BYTES`.
+        ValueError: not a digest, or not UTF-8.
+    """
+    return read_regular(run_dir / plan_name(digest), MAX_PLAN_BYTES).decode()
 
 
 def list_run_dirs(base: Path) -> list[Path]:
@@ -159,47 +197,3 @@ def list_run_dirs(base: Path) -> list[Path]:
         return sorted(p for p in parent.iterdir() if p.is_dir() and not p.is_symlink())
     except OSError:
         return []
-
-
-def is_in_use(run_dir: Path) -> bool:
-    """Whether any process that writes a ring here, or watches this directory, still runs."""
-    return any(_holder_runs(p) for p in run_dir.iterdir())
-
-
-def _holder_runs(path: Path) -> bool:
-    owner = _OWNER.fullmatch(path.name)
-    if owner:
-        return is_running(int(owner[1]), int(owner[2]))
-    if parse_ring_name(path.name) is None:
-        return False
-    try:
-        with path.open("rb") as file:
-            header = unpack_header(path, file.read(HEADER_SIZE), path.stat().st_size)
-    except (RingRefused, OSError):
-        return False
-    return is_running(header.pid, header.pid_start_ticks)
-
-
-def remove_stale(base: Path, now_unix_s: float | None = None) -> list[Path]:
-    """Remove run directories of jobs whose processes are all gone. Returns what was removed.
-
-    A directory in which no rank has appeared yet is kept for `EMPTY_DIR_KEPT_S`.
-    """
-    now = time.time() if now_unix_s is None else now_unix_s
-    removed = []
-    for run_dir in list_run_dirs(base):
-        try:
-            has_rings = any(parse_ring_name(p.name) for p in run_dir.iterdir())
-            is_young = now - run_dir.stat().st_mtime < EMPTY_DIR_KEPT_S
-            if is_in_use(run_dir) or (is_young and not has_rings):
-                continue
-        except OSError:
-            continue  # another sidecar is clearing the same directory
-        remove_run_dir(run_dir)
-        removed.append(run_dir)
-    return removed
-
-
-def remove_run_dir(run_dir: Path) -> None:
-    """Remove a run directory and all in it; what is gone already is fine."""
-    shutil.rmtree(run_dir, ignore_errors=True)

@@ -26,6 +26,8 @@ from typing import NamedTuple
 VERSION = 1
 RECORD = struct.Struct("<QqHHiqqqdQ")
 RECORD_SIZE = 64
+QUEUED_UNIT_NS = 100_000
+"""STEP_END's code counts time in the run queue in this unit; 65535 says that much or more."""
 assert RECORD.size == RECORD_SIZE
 
 
@@ -33,7 +35,7 @@ class Kind(IntEnum):
     """Kinds of record: `code; aux; a; b; c; x`."""
 
     STEP_BEGIN = 1  # -; -; step; -; -; -
-    STEP_END = 2  # -; tokens; step; duration_ns; busy_ns; loss
+    STEP_END = 2  # queued (0.1 ms); tokens; step; duration_ns; busy_ns; loss
     PHASE = 3  # Phase; -; step; duration_ns; -; -
     COLLECTIVE_BEGIN = 4  # Op; group; seq; bytes; step; -
     COLLECTIVE_END = 5  # Op; group; seq; duration_ns; step; -

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_core.errors import InvalidInput
-from ntp_core.job import JobConfig, TrainConfig, even_plan
+from ntp_core.job import JobConfig, SaveConfig, TrainConfig, even_plan
 from ntp_core.llama import LlamaConfig
 from ntp_core.units import UnitKind
 
@@ -24,7 +24,9 @@ ODD = st.sampled_from([None, "x", [], {}, -1, 0, 1.5, float("nan"), float("inf")
 
 def test_job_round_trip() -> None:
     """What was written is read back equal."""
-    for job in (JOB, replace(JOB, obey_faults=True, steps=0)):
+    saving = replace(JOB, save=SaveConfig(folder="saved", every=3, keep=1, resume=False))
+    low = replace(JOB, train=replace(JOB.train, param_dtype="bfloat16", zero=True, recompute=True))
+    for job in (JOB, replace(JOB, obey_faults=True, steps=0), saving, low):
         assert job == JobConfig.from_json(job.to_json())
 
 
@@ -52,12 +54,90 @@ def test_job_odd_value_in_any_field_is_refused_or_read(
         ({"check_every": -1}, "check_every = -1"),
         ({"lr": float("nan")}, "lr = nan"),
         ({"clip_norm": -1.0}, "clip_norm = -1.0"),
+        ({"micro_batch": -1}, "micro_batch = -1"),
+        ({"param_dtype": "int8"}, "param_dtype = 'int8'"),
+        ({"grad_dtype": ["float32"]}, "grad_dtype = "),
     ],
 )
 def test_train_config_impossible_value_is_named(changes: dict[str, Any], message: str) -> None:
     """The field and its value stand in the message."""
     with pytest.raises(InvalidInput, match=message):
         TrainConfig(model=MODEL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"folder": ""}, "folder = ''"),
+        ({"folder": 3}, "folder = 3"),
+        ({"every": -1}, "every = -1"),
+        ({"keep": 0}, "keep = 0"),
+    ],
+)
+def test_save_config_impossible_value_is_named(changes: dict[str, Any], message: str) -> None:
+    """The field and its value stand in the message."""
+    with pytest.raises(InvalidInput, match=message):
+        SaveConfig(**{"folder": "saved"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_eps": "a"}, "norm_eps = 'a'"),
+        ({"norm_eps": 0}, "norm_eps = 0"),
+        ({"init_std": float("nan")}, "init_std = nan"),
+        ({"init_std": -1.0}, "init_std = -1.0"),
+        ({"rope_base": 0}, "rope_base = 0"),
+        ({"rope_base": float("inf")}, "rope_base = inf"),
+        ({"vocab": 10**12}, f"vocab = {10**12}"),
+        ({"vocab": 256.0}, "vocab = 256.0"),
+        ({"layers": 10**6}, f"layers = {10**6}"),
+        ({"width": True}, "width = True"),
+    ],
+)
+def test_model_impossible_value_is_named(changes: dict[str, Any], message: str) -> None:
+    """The field and its value stand in the message, and what to give instead."""
+    with pytest.raises(InvalidInput, match=f"^{message}; give "):
+        LlamaConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", -1),
+        ("steps", 2.7),
+        ("steps", "4"),
+        ("steps", True),
+        ("obey_faults", "false"),
+        ("obey_faults", 0),
+        ("calibrate", None),
+    ],
+)
+def test_job_file_with_an_impossible_value_is_refused_by_name(name: str, value: object) -> None:
+    """Nothing is rounded, and no text is true."""
+    body = json.loads(JOB.to_json())
+    body[name] = value
+    with pytest.raises(InvalidInput, match=f"^{name} = {value!r}; give "):
+        JobConfig.from_json(json.dumps(body))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "batch", "message"),
+    [
+        ((0, 1), 4, r"degrees\[0\] = 0"),
+        ((1, -2), 4, r"degrees\[1\] = -2"),
+        ((1.5,), 4, r"degrees\[0\] = 1.5"),
+        ((), 4, "degrees = "),
+        ((1, 1, 1), 2, "batch = 2"),
+        ((1,), 0, "batch = 0"),
+    ],
+)
+def test_even_plan_for_no_ranks_or_too_few_sequences_is_refused(
+    degrees: tuple[int, ...], batch: int, message: str
+) -> None:
+    """Each replica needs a rank and a sequence."""
+    with pytest.raises(InvalidInput, match=message):
+        even_plan(MODEL, degrees, batch)
 
 
 def test_even_plan_deals_units_and_batch_by_degree() -> None:

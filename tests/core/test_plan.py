@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_core.errors import ModelMismatch, PlanError
-from ntp_core.plan import Layout, Plan, ReplicaPlan, runs_of
-from ntp_core.units import ModelUnits
+from ntp_core.plan import MAX_LAYER, Layout, Plan, ReplicaPlan, runs_of
+from ntp_core.units import ModelUnits, TensorSpec, UnitKind
 from tests.support.random_plans import A, E, M, V, random_model, random_plan
 
 COUNTS = {A: 4, M: 6}
@@ -185,6 +186,44 @@ def test_check_model_names_both_counts() -> None:
     plan.check_model(ModelUnits(counts=COUNTS, tensors=()))
     with pytest.raises(ModelMismatch, match=r"'mlp': 6(.|\n)*'mlp': 7"):
         plan.check_model(ModelUnits(counts=COUNTS | {M: 7}, tensors=()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"), [(M, -7), (M, 10**9), (A, -1), (M, MAX_LAYER + 1), (UnitKind.VOCAB, 0)]
+)
+def test_override_where_no_layer_can_be_is_refused(kind: UnitKind, layer: int) -> None:
+    """Vocab units are in no layer, and no model has a billion of them."""
+    counts = COUNTS | {UnitKind.VOCAB: 6}
+    own = Layout(((), ((0, counts[kind]),)))
+    r = replace(
+        GOOD,
+        layouts=GOOD.layouts | {UnitKind.VOCAB: Layout(((), ((0, 6),)))},
+        overrides={(kind, layer): own},
+    )
+    with pytest.raises(PlanError, match=f"{kind} units of layer {layer};"):
+        Plan.build(counts, [r])
+
+
+def test_check_model_refuses_an_override_of_a_layer_that_it_lacks() -> None:
+    """It would change nothing, and its maker believes that it does."""
+    own = Layout(((), ((0, 6),)))
+    plan = Plan.build(COUNTS, [replace(GOOD, overrides={(M, 1): own})])
+    layers = tuple(TensorSpec(name=f"up{i}", shape=(6, 2), kind=M, layer=i) for i in range(2))
+    plan.check_model(ModelUnits(counts=COUNTS, tensors=layers))
+    with pytest.raises(ModelMismatch, match="mlp units of layer 1,"):
+        plan.check_model(ModelUnits(counts=COUNTS, tensors=layers[:1]))
+
+
+@pytest.mark.parametrize("value", [0.9, 1.0, "1", True, None, -1, 2**31])
+@pytest.mark.parametrize("place", ["epoch", "rank", "batch", "end", "layer"])
+def test_from_json_rounds_nothing_and_reads_no_text(place: str, value: object) -> None:
+    """What is not a whole number within bounds is refused by name and value."""
+    own = Layout(((), ((0, 6),)))
+    body = Plan.build(COUNTS, [replace(GOOD, overrides={(M, 1): own})]).to_json()
+    set_layer = _set("replicas", 0, "overrides", 0, "layer")
+    (HOSTILE_PLACES | {"layer": set_layer})[place](body, value)
+    with pytest.raises(PlanError, match=re.escape("None" if value is None else str(value))):
+        Plan.from_json(body)
 
 
 @given(st.sets(st.integers(0, 200)))

@@ -21,6 +21,7 @@ from sidecar.daemon import Daemon, read_address
 from sidecar.ingest.state import JobState
 from sidecar.notify.receiver import WebhookReceiver
 from sidecar.notify.signer import load_secret
+from tests.support.servers import start_alertmanager
 
 WORLD = 3
 TIMEOUT_S = 30.0
@@ -200,6 +201,42 @@ def test_daemon_tells_its_webhook_signed_and_spares_the_job(tmp_path: Path) -> N
     assert kinds == ["nutp.incident.fired", "nutp.incident.resolved"]
     assert not any(r.error for r in receiver.received)
     assert hooks["sent"] == 2
+
+
+def test_daemon_tells_its_alertmanager(tmp_path: Path) -> None:
+    """A stopped rank is an alert while it stands still; a killed one is; each links to the page."""
+    with start_alertmanager(tmp_path) as server:
+        scene = Scene(tmp_path / "run", "--alertmanager-url", server.url)
+
+        def shown(name: str) -> list[Data]:
+            alerts = httpx.get(f"{server.url}/api/v2/alerts", trust_env=False).json()
+            return [a for a in alerts if a["labels"]["alertname"] == name]
+
+        try:
+            wait_for("ten steps", lambda: scene.step() >= 10)
+            os.kill(scene.ranks[1].pid, signal.SIGSTOP)
+            (stuck,) = wait_for("stuck in Alertmanager", lambda: shown("NutpJobStuck"))
+            os.kill(scene.ranks[1].pid, signal.SIGCONT)
+            wait_for("no longer stuck in Alertmanager", lambda: not shown("NutpJobStuck"))
+            scene.ranks[2].kill()
+            (dead,) = wait_for("dead in Alertmanager", lambda: shown("NutpRankDead"))
+            (incident,) = scene.incidents("dead_rank", "firing")
+            address = read_address(scene.run_dir)
+        finally:
+            scene.close()
+    assert (stuck["labels"]["rank"], stuck["labels"]["severity"]) == ("1", "critical")
+    assert dead["labels"] == {
+        "alertname": "NutpRankDead",
+        "check": "dead_rank",
+        "incident": incident["id"],
+        "nutp_job": "fake",
+        "rank": "2",
+        "replica": "0",
+        "severity": "critical",
+        "subject": "rank 2",
+    }
+    assert dead["annotations"]["summary"] == incident["summary"]
+    assert address is not None and dead["generatorURL"] == f"{address[1]}/"
 
 
 def test_daemon_says_that_it_is_blind_when_the_run_dir_is_gone(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ntp_core.inbound.letter import MAX_ASIDE
 from ntp_core.observe import Reason
 from ntp_core.plan import Plan
 from ntp_core.proposal import FILE_NAME, MAX_BYTES, Proposal
@@ -52,6 +56,9 @@ def set_counts(units: object) -> Callable[[Body], object]:
     return edit
 
 
+OWN: Body = {"kind": "mlp", "runs": [[[0, 12]], []]}
+"""An override, but for its layer."""
+
 REFUSED: dict[str, tuple[bytes, str]] = {
     "stale epoch": (edited(lambda b: b["plan"].update(epoch=1)), "in force is epoch 1"),
     "future epoch": (edited(lambda b: b["plan"].update(epoch=3)), "in force is epoch 1"),
@@ -72,6 +79,16 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         ),
         "expert",
     ),
+    "override of an absurd layer": (
+        edited(lambda b: b["plan"]["replicas"][0].update(overrides=[OWN | {"layer": 10**9}])),
+        "layer = 1000000000",
+    ),
+    "override of a layer that the model lacks": (
+        edited(lambda b: b["plan"]["replicas"][0].update(overrides=[OWN | {"layer": 7}])),
+        "layer 7",
+    ),
+    "a rank of 0.9": (edited(lambda b: b["plan"]["replicas"][0].update(ranks=[0.9, 1])), "0.9"),
+    "a batch as text": (edited(lambda b: b["plan"]["replicas"][0].update(batch="3")), "batch"),
     "empty": (b"", "not a proposal"),
     "half written": (GOOD.to_json().encode()[:100], "not a proposal"),
     "not UTF-8": (b'{"base_digest": "\xff"}', "utf-8"),
@@ -81,10 +98,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "deeply nested": (b"[" * 100_000, "not a proposal"),
     "unknown reason": (edited(lambda b: b.update(reason=99)), "99"),
     "infinite time": (edited(lambda b: b.update(detected_unix_ns=float("inf"))), "not a proposal"),
-    "infinite epoch": (edited(lambda b: b["plan"].update(epoch=float("inf"))), "not a plan"),
-    "infinite units": (edited(set_counts(float("inf"))), "not a plan"),
+    "infinite epoch": (edited(lambda b: b["plan"].update(epoch=float("inf"))), "epoch = inf"),
+    "infinite units": (edited(set_counts(float("inf"))), "end of a run = inf"),
     "units beyond memory": (edited(set_counts(10**15)), "counts units"),
-    "negative units": (edited(set_counts(-1)), "attention"),
+    "negative units": (edited(set_counts(-1)), "end of a run = -1"),
     "wrong types": (edited(lambda b: b.update(plan={"replicas": 7})), "not a plan"),
     "no rank": (edited(lambda b: b["plan"]["replicas"][0].update(ranks=[])), "no rank"),
     "speeds of another job": (edited(lambda b: b.update(speeds={"0": 1.0})), "speeds"),
@@ -96,6 +113,23 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 }
 
 
+def plant_socket(path: Path) -> None:
+    """A socket, by a short relative name: its address has no room for a long path."""
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path.name)
+
+
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "folder": Path.mkdir,
+    "full folder": lambda p: (p / "inside").mkdir(parents=True),
+    "pipe": os.mkfifo,
+    "socket": plant_socket,
+    "link to a file": lambda p: p.symlink_to(__file__),
+    "link to itself": lambda p: p.symlink_to(p),
+    "link to a device": lambda p: p.symlink_to("/dev/zero"),
+}
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_inbox_proposal_that_does_not_fit_is_set_aside(tmp_path: Path, case: str) -> None:
     """Stale, foreign, malformed or hostile: nothing is raised, the reason is beside the file."""
@@ -103,7 +137,7 @@ def test_inbox_proposal_that_does_not_fit_is_set_aside(tmp_path: Path, case: str
     (tmp_path / FILE_NAME).write_bytes(content)
     inbox = Inbox(tmp_path, 0)
     assert inbox.control() == PROPOSAL
-    assert None is inbox.take(PROPOSAL, Comm(0, 1), FIRST)
+    assert None is inbox.take(PROPOSAL, Comm(0, 1), FIRST, GROUPED.units())
     assert inbox.refused == 1
     assert inbox.control() == 0, "the file is out of the way"
     assert content == (tmp_path / REFUSED_FILE).read_bytes()
@@ -134,6 +168,46 @@ def test_inbox_file_that_vanished_is_refused(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path, 0)
     assert None is inbox.take(PROPOSAL, Comm(0, 1), FIRST)
     assert inbox.refused == 1
+
+
+@pytest.mark.parametrize("name", [FILE_NAME, STOP_FILE])
+@pytest.mark.parametrize("plant", STRANGE.values(), ids=STRANGE)
+def test_inbox_what_is_no_file_is_set_aside_at_once(
+    tmp_path: Path, name: str, plant: Callable[[Path], object]
+) -> None:
+    """A folder, a pipe, a socket or a link says nothing to the job, and holds no step up."""
+    plant(tmp_path / name)
+    inbox = Inbox(tmp_path, 0)
+    assert inbox.control() == 0
+    assert inbox.refused == 1
+    assert not os.path.lexists(tmp_path / name)
+    assert inbox.control() == 0
+    assert inbox.refused == 1
+
+
+def test_inbox_what_cannot_be_moved_is_ignored_for_good(tmp_path: Path) -> None:
+    """With every name for refused things taken by folders, one more folder is counted once."""
+    for number in range(MAX_ASIDE):
+        mark = f".{number}" if number else ""
+        (tmp_path / f"proposal{mark}.refused.json" / "full").mkdir(parents=True)
+    (tmp_path / FILE_NAME).mkdir()
+    inbox = Inbox(tmp_path, 0)
+    assert [inbox.control(), inbox.control(), inbox.refused] == [0, 0, 1]
+    (tmp_path / FILE_NAME).rmdir()
+    (tmp_path / FILE_NAME).write_text(GOOD.to_json())
+    assert inbox.take(inbox.control(), Comm(0, 1), FIRST) == GOOD
+
+
+def test_inbox_file_swapped_for_a_pipe_is_refused(tmp_path: Path) -> None:
+    """What was a file at the look and is a pipe at the read does not block rank 0."""
+    (tmp_path / FILE_NAME).touch()
+    inbox = Inbox(tmp_path, 0)
+    control = inbox.control()
+    (tmp_path / FILE_NAME).unlink()
+    os.mkfifo(tmp_path / FILE_NAME)
+    os.mkfifo(tmp_path / REASON_FILE)
+    assert None is inbox.take(control, Comm(0, 1), FIRST)
+    assert inbox.control() == 0
 
 
 def test_inbox_running_job_refuses_all_and_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ntp_core.plan import Layout, Plan, ReplicaPlan
-from ntp_core.runtime.hf import hf_counts
+from ntp_core.runtime.modules.hf import hf_counts
 from ntp_core.units import UnitKind
 from tests.support.bodies_hf import CLIP, LR, Trained, logits_hf, train_hf
 from tests.support.hf_models import MODELS, VOCAB, batch, build

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from ntp_core.faults import FaultKind, fault_file, flip_bit, leave_fault
-from ntp_core.job import JobConfig
+from ntp_core.job import JobConfig, SaveConfig
 from ntp_core.llama import LlamaConfig
 from ntp_core.observe import Reason
 from ntp_core.proposal import FILE_NAME, Proposal
@@ -93,6 +95,32 @@ def test_train_program_same_losses_under_both_launchers(tmp_path: Path) -> None:
     assert errors(tmp_path, 3) == ["", "", ""]
 
 
+def test_train_program_goes_on_at_another_layout_or_says_why_not(tmp_path: Path) -> None:
+    """Three ranks save, two go on; once a byte is missing every rank says where, in one line."""
+    saved, told = tmp_path / "saved", tmp_path / "losses.json"
+    first = replace(JOB, save=SaveConfig(folder=str(saved)))
+    then = replace(first, steps=5, plan=even(MODEL, (2,), (3,)))
+
+    def end(job: JobConfig) -> tuple[set[int], list[str]]:
+        command = launched(tmp_path, write(tmp_path, job.to_json()), "--losses", str(told))
+        size = len(job.plan.ranks)
+        with LocalRanks(command, size, ENV) as ranks:
+            return set(ranks.wait(TIMEOUT_S)), errors(tmp_path, size)
+
+    assert end(first) == ({0}, [""] * 3)
+    assert end(then) == ({0}, [""] * 2)
+    assert len(json.loads(told.read_text())) == 2, "steps 4 and 5"
+    assert {p.name for p in saved.iterdir()} == {"latest", "step-00000003", "step-00000005"}
+    part = max((saved / "step-00000005").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    codes, said = end(replace(first, steps=6))
+    assert codes == {1}
+    assert said == [said[0]] * 3
+    assert said[0].startswith("train: CheckpointError: rank ")
+    assert part.name in said[0]
+    assert said[0].count("\n") == 1
+
+
 def test_train_program_obeys_its_inbox(tmp_path: Path) -> None:
     """A running job takes a fault, a proposal and the wish to stop from its run directory."""
     config = write(tmp_path, replace(JOB, steps=10**9, obey_faults=True).to_json())
@@ -138,6 +166,20 @@ def test_train_program_bad_job_ends_every_rank_with_one_line(
         assert text.count("\n") == 1, text
 
 
+def test_train_program_loss_that_is_not_finite_is_null_in_the_file(tmp_path: Path) -> None:
+    """A learning rate that blows the weights up is no error, and the file is JSON all the same."""
+    train_it = replace(JOB.train, lr=1e30, warmup=0)
+    job = JobConfig(train=train_it, plan=even(MODEL, (1,), (1,)), steps=6)
+    losses = tmp_path / "losses.json"
+    command = launched(tmp_path, write(tmp_path, job.to_json()), "--losses", str(losses))
+    with LocalRanks(command, 1, ENV) as ranks:
+        assert ranks.wait(TIMEOUT_S) == [0]
+    kept = json.loads(losses.read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert len(kept) == 6
+    assert kept[0] > 0
+    assert None is kept[-1]
+
+
 def test_train_program_bad_job_under_torchrun(tmp_path: Path) -> None:
     """torchrun reports exit code 2, and the failing rank's own words are one line."""
     done = torchrun(2, write(tmp_path, JOB.to_json()), tmp_path / "logs")
@@ -155,14 +197,14 @@ def test_train_program_bad_job_under_torchrun(tmp_path: Path) -> None:
         (b'{"train": 3}', "not a job config"),
         (b"\xff\xfe", "utf-8"),
         (b"[" * 100_000, "not a job config"),
-        (JOB.to_json().replace('"steps": 3', '"steps": Infinity').encode(), "not a job config"),
+        (JOB.to_json().replace('"steps": 3', '"steps": Infinity').encode(), "steps = inf"),
         (JOB.to_json().replace('"layers": 2', '"layers": "two"').encode(), "layers"),
         (JOB.to_json().replace('"heads": 12', '"heads": 0').encode(), "heads"),
         (JOB.to_json().replace('"heads": 12', '"hats": 12').encode(), "hats"),
         (JOB.to_json().replace('"vocab": 256', '"vocab": 250').encode(), "vocab"),
         (JOB.to_json().replace('"seq": 16', '"seq": 0').encode(), "seq"),
         (JOB.to_json().replace('"lr": 0.003', '"lr": NaN').encode(), "lr"),
-        (JOB.to_json().replace('"batch": 2', '"batch": 0').encode(), "at least 1"),
+        (JOB.to_json().replace('"batch": 2', '"batch": 0').encode(), "batch = 0"),
     ],
     ids=lambda value: repr(value[:16]) if isinstance(value, bytes) else None,
 )
@@ -220,3 +262,84 @@ def test_launch_as_a_program_passes_on_the_worst_code(tmp_path: Path) -> None:
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 3
+
+
+LAUNCHER = [sys.executable, "-m", "ntp_core.runtime.launch", "--ranks", "2", "--", *SLEEPER]
+
+
+def started_ranks(launcher: subprocess.Popen[bytes], number: int) -> list[psutil.Process]:
+    """The children of a launcher, once there are so many."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        assert launcher.poll() is None
+        found[:] = psutil.Process(launcher.pid).children()
+        return len(found) == number
+
+    wait_for(look, f"{number} ranks")
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("command", "num_ranks"),
+    [(LAUNCHER, 2), ([sys.executable, "examples/uneven_job.py", "--steps", "100000"], 5)],
+    ids=["launcher", "example"],
+)
+def test_launch_no_rank_outlives_its_launcher(
+    command: list[str], num_ranks: int, number: signal.Signals
+) -> None:
+    """However the launcher, or a user's script, is ended: its ranks end too."""
+    launcher = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENV})
+    ranks: list[psutil.Process] = []
+    try:
+        ranks = started_ranks(launcher, num_ranks)
+        launcher.send_signal(number)
+        code = launcher.wait(TIMEOUT_S)
+        wait_for(lambda: not any(r.is_running() for r in ranks), "no rank is left")
+    finally:
+        for process in (launcher, *ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.wait()
+    assert code == (-number if number is signal.SIGKILL else 128 + number)
+
+
+def test_launch_stopped_rank_is_killed_with_its_launcher() -> None:
+    """A rank that SIGSTOP holds hears no other signal than this one."""
+    launcher = subprocess.Popen(LAUNCHER, cwd=ROOT)
+    ranks = started_ranks(launcher, 2)
+    ranks[1].suspend()
+    wait_for(lambda: ranks[1].status() == psutil.STATUS_STOPPED, "it stops")
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(r.is_running() for r in ranks), "no rank is left")
+
+
+def test_launch_ranks_made_in_a_thread_outlive_the_thread() -> None:
+    """The kernel ties a child to a thread; a thread that ends must not take the ranks along."""
+    made: list[LocalRanks] = []
+    thread = threading.Thread(target=lambda: made.append(LocalRanks(SLEEPER, 2)))
+    thread.start()
+    thread.join()
+    with made[0] as ranks:
+        assert ranks.poll() == [None, None]
+    assert ranks.poll() == [-signal.SIGTERM] * 2
+
+
+def test_launch_hang_up_is_ignored_under_nohup() -> None:
+    """What was ignored from the start stays so: the launcher goes on, and so do its ranks."""
+    launcher = subprocess.Popen(["nohup", *LAUNCHER], cwd=ROOT, stdout=subprocess.DEVNULL)
+    ranks = started_ranks(launcher, 2)
+    launcher.send_signal(signal.SIGHUP)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    wait_for(lambda: not any(r.is_running() for r in ranks), "no rank is left")
+
+
+def test_launch_unknown_command_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """As a shell says it."""
+    launch = [sys.executable, "-m", "ntp_core.runtime.launch", "--ranks", "2"]
+    done = subprocess.run([*launch, "--", "no-such-program-here"], cwd=ROOT, timeout=TIMEOUT_S)
+    assert done.returncode == 127
+    assert [x for x in capfd.readouterr().err.splitlines() if "no-such-program" in x]

@@ -58,22 +58,30 @@ def row(modules: str, own: Iterable[str], third: str = "", banned: Iterable[str]
     )
 
 
-PROBE = ("sidecar", "sidecar.wire*", "sidecar.probe*", "ntp_core", "ntp_core.observe")
+FILES = ("ntp_core", "ntp_core.inbound.regular_file")
+"""How a file is read that somebody else may have put there: standard library only."""
+
+PROBE = ("sidecar", "sidecar.wire*", "sidecar.probe*", "ntp_core.observe", *FILES)
 
 TABLE = (
     # The engine.
-    row("ntp_core ntp_core.observe ntp_core.errors", (), banned=NETWORK),
+    row(
+        "ntp_core ntp_core.observe ntp_core.errors ntp_core.inbound.regular_file",
+        (),
+        banned=NETWORK,
+    ),
     row("ntp_core.sim*", PURE, "numpy", NETWORK),
     row("ntp_core.runtime*", ("ntp_core", "ntp_core.*"), "numpy torch safetensors transformers"),
     row(
-        "ntp_core.* !ntp_core.runtime* !ntp_core.sim* !ntp_core.observe !ntp_core.errors",
+        "ntp_core.* !ntp_core.runtime* !ntp_core.sim* !ntp_core.observe !ntp_core.errors "
+        "!ntp_core.inbound.regular_file",
         (*PURE, "!ntp_core.sim*"),
         "numpy",
         NETWORK,
     ),
     # The contract, and what lives in the watched process. torch only where its hooks are.
     row("sidecar sidecar.catalog sidecar.errors", ("sidecar",)),
-    row("sidecar.wire*", ("sidecar", "sidecar.errors", "sidecar.wire*"), "numpy", NETWORK),
+    row("sidecar.wire*", ("sidecar", "sidecar.errors", "sidecar.wire*", *FILES), "numpy", NETWORK),
     row("sidecar.probe.torch_hooks", PROBE, "torch", NETWORK),
     row("sidecar.probe* !sidecar.probe.torch_hooks", PROBE, "", NETWORK),
     # State and judgement.

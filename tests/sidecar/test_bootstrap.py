@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.checks.dead_rank import DeadRank
 from sidecar.ingest.job import JobIngest
 from sidecar.launch import child_environment
 from tests.support.rings import run_dir_in
@@ -208,3 +209,90 @@ dist.destroy_process_group()
     got = {op: (t.count, t.num_bytes) for op, t in rank.ops.items()}
     assert got == {1: (2, 20), 2: (1, 8), 6: (1, 0)}
     assert rank.collective is None
+
+
+CAUGHT = """
+try:
+    sys.exit(3)
+except SystemExit:
+    pass
+"""
+IN_A_THREAD = """
+thread = threading.Thread(target=lambda: sys.exit(3))
+thread.start()
+thread.join()
+"""
+STEPS_AFTER = CAUGHT + "train(2)\nraise SystemExit(0)\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "is_fault"),
+    [
+        ("", 0, False),
+        ("sys.exit()", 0, False),
+        ("sys.exit(None)", 0, False),
+        ("sys.exit(0)", 0, False),
+        ("sys.exit(3)", 3, True),
+        ("sys.exit(-1)", 255, True),
+        ("sys.exit('bad')", 1, True),
+        ("def f(): sys.exit(8)\nf()", 8, True),
+        ("exit(4)", 4, True),
+        ("raise ValueError('bad')", 1, True),
+        ("raise KeyboardInterrupt", 130, True),
+        (CAUGHT, 0, False),
+        (IN_A_THREAD, 0, False),
+        # From inside these cannot be told apart, so neither is called a fault.
+        ("raise SystemExit(3)", -1, False),
+        (STEPS_AFTER, -1, False),
+    ],
+)
+def test_exit_status_is_the_true_one_or_unknown(
+    run_dir: Path, end: str, status: int, is_fault: bool
+):
+    """What the operating system is told is what the ring says, and a failure is a dead rank."""
+    done = _run(run_dir, "import sys, threading\n" + TRAIN + "train(1)\n" + end)
+    assert status in (-1, done.returncode % 256) or done.returncode == -2
+    ingest = JobIngest(run_dir)
+    ingest.tick()
+    (rank,) = ingest.job.ranks.values()
+    assert (rank.exited, rank.alive) == (status, False)
+    assert is_fault == bool(DeadRank().run(ingest.job, 0))
+
+
+def test_exit_status_of_a_program_on_the_engine_is_known(run_dir: Path, tmp_path: Path):
+    """Run as a module, attached by NTP_OBSERVER's function, ended by `sys.exit(main())`."""
+    (tmp_path / "program.py").write_text(
+        "import sys\n"
+        "from sidecar.probe.attach import attach_engine\n"
+        "def main():\n"
+        "    attach_engine().step_begin(1)\n"
+        "    return 5\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main())\n"
+    )
+    env = child_environment(
+        {"NTP_SIDECAR_RUN_DIR": str(run_dir), "PYTHONPATH": str(tmp_path)}, dict(os.environ)
+    )
+    command = [sys.executable, "-m", "program"]
+    assert subprocess.run(command, env=env, timeout=90).returncode == 5
+    ingest = JobIngest(run_dir)
+    ingest.tick()
+    (rank,) = ingest.job.ranks.values()
+    assert rank.exited == 5
+    assert DeadRank().run(ingest.job, 0)
+
+
+def test_wrapped_ways_out_look_like_the_originals(run_dir: Path):
+    """Name, module and pickle of `sys.exit` are unchanged, and so is what it raises."""
+    script = TRAIN + (
+        "import pickle, sys\n"
+        "train(1)\n"
+        "assert pickle.loads(pickle.dumps(sys.exit)) is sys.exit\n"
+        "assert (sys.exit.__name__, sys.exit.__module__) == ('exit', 'sys')\n"
+        "try:\n"
+        "    sys.exit((1, 2))\n"
+        "except SystemExit as error:\n"
+        "    print(error.code)\n"
+    )
+    done = _run(run_dir, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 2)\n", "")

@@ -149,7 +149,7 @@ def test_divergence_counts_units_and_tensors() -> None:
     for unit in (3, 4, 5):
         job.state.divergences.append(verdict(9, Blame.MAJORITY, 1, 4, unit))
     (finding,) = look(check, job)
-    assert finding.signals["extent"] == "3 units of 1 tensors"
+    assert finding.signals["extent"] == "units: 3, tensors: 1"
 
 
 def test_registry_checks_are_those_of_the_catalog() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -210,3 +212,43 @@ def test_slow_rank_limits_come_from_the_configuration() -> None:
     job = DrivenJob(plan_of(EVEN))
     run_steps(strict, job, 8)
     assert run_steps(strict, job, 5, {1: 1.35})[-1]
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_slow_rank_crowded_host_blames_nobody_in_turn(seed: int) -> None:
+    """Ranks that wait for a processor, now one and now another, are not slow ranks."""
+    draw = random.Random(seed)
+    job, check = DrivenJob(plan_of(EVEN)), SlowRank()
+    for _ in range(60):
+        job.commit(queued={r: draw.expovariate(1.0) * 2 for r in range(5)})
+        assert not judge(check, job), f"seed {seed}"
+
+
+def test_slow_rank_run_queue_does_not_hide_a_slow_rank() -> None:
+    """A rank that is really slower is named on a crowded host as on a quiet one."""
+    draw = random.Random(7)
+    job, check = DrivenJob(plan_of(EVEN)), SlowRank()
+    found: list[Finding] = []
+    for step in range(1, 16):
+        queued = {r: draw.expovariate(1.0) * 2 for r in range(5)}
+        job.commit({3: 3.0} if step > 10 else None, queued=queued)
+        found = judge(check, job)
+        assert all(f.rank == 3 for f in found)
+    assert [f.rank for f in found] == [3]
+
+
+def test_slow_rank_held_up_by_its_host_for_many_steps_is_named_for_that() -> None:
+    """A rank without a core of its own is named, later, and told from a slow one."""
+    job, check = DrivenJob(plan_of(EVEN)), SlowRank()
+    findings = []
+    for _ in range(30):
+        job.commit(queued={2: 1.5})
+        findings.append(judge(check, job))
+    assert not any(findings[: SlowRankLimits().crowded_steps - 1])
+    (finding,) = findings[-1]
+    assert finding.rank == 2
+    assert "processor" in finding.summary
+    assert {"slowness", "run_queue"} <= set(finding.signals)
+    job.commit()
+    assert not judge(check, job), "it ends with the first step without the wait"

@@ -75,6 +75,15 @@ def test_cli_config_json_names_value_and_source(capsys: pytest.CaptureFixture[st
     assert rows["host"]["source"] == "default"
 
 
+def test_cli_config_shows_the_alertmanager(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its address without the password, and where that came from."""
+    url = "http://user:pw-456@am.example:9093"
+    assert main(["config", "--alertmanager-url", url]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("alertmanager_url")]
+    assert "...@am.example:9093" in line and "(--alertmanager-url)" in line
+    assert "pw-456" not in line
+
+
 def test_cli_config_text_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     """One line for each."""
     assert main(["config"]) == 0
@@ -89,6 +98,9 @@ def test_cli_config_text_lists_every_setting(capsys: pytest.CaptureFixture[str])
         (["run"], "no command to run"),
         (["run", "--job-id", "../x", "--", "true"], "../x"),
         (["run", "--webhook-url", "nonsense", "--", "true"], "webhook_url"),
+        (["config", "--alertmanager-url", "am:9093"], "alertmanager_url is 'am:9093' (from --"),
+        (["run", "--alertmanager-url", "nonsense", "--", "true"], "alertmanager_url"),
+        (["daemon", "--run-dir", "x", "--alertmanager-url", "ftp://am"], "alertmanager_url"),
         (["run", "--host", "0.0.0.0", "--", "true"], "NTP_SIDECAR_TOKEN"),
     ],
 )
@@ -226,6 +238,7 @@ def test_status_lines_name_what_is_wrong() -> None:
         "url": "http://127.0.0.1:9440",
         "job": {
             "job_id": "j", "status": "degraded", "step": 41, "loss": 2.31, "step_time_s": 0.31,
+            "loss_is_finite": True,
             "ranks_alive": 5, "ranks_dead": 0, "plan_epoch": None,
         },
         "ranks": [
@@ -258,4 +271,4 @@ def test_run_hands_settings_to_the_sidecar_by_environment() -> None:
 
 def test_find_url_without_run_dirs_is_the_default(tmp_path: Path) -> None:
     """Nothing watched here: the usual address."""
-    assert find_url(tmp_path) == "http://127.0.0.1:9440"
+    assert find_url([tmp_path]) == "http://127.0.0.1:9440"

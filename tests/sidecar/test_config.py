@@ -50,8 +50,24 @@ def test_config_file_named_by_the_environment(tmp_path: Path) -> None:
         ({"autopilot": "on"}, ("autopilot", "off, advise, act")),
         ({"webhook_url": "ftp://x"}, ("webhook_url", "http://host")),
         ({"webhook_url": "http://:80"}, ("webhook_url", "http://host")),
+        ({"alertmanager_url": "alertmanager:9093"}, ("alertmanager_url", "http://host")),
+        ({"alertmanager_url": "http://am:99999"}, ("alertmanager_url", "http://host")),
+        ({"alertmanager_url": "http://a m:9093"}, ("alertmanager_url", "http://host")),
+        ({"alertmanager_url": "http://am:9093\n"}, ("alertmanager_url", "http://host")),
         ({"otlp_endpoint": "localhost:4318"}, ("otlp_endpoint", "http://host")),
         ({"host": "0.0.0.0"}, ("host", "NTP_SIDECAR_TOKEN")),
+        ({"host": ""}, ("host is ''", "127.0.0.1")),
+        ({"host": "\u00fc..x"}, ("host", "127.0.0.1")),
+        ({"host": "a b"}, ("host", "127.0.0.1")),
+        ({"host": "x" * 64}, ("host", "127.0.0.1")),
+        ({"webhook_url": "http://\u00fc..x/"}, ("webhook_url", "http://host")),
+        ({"alertmanager_url": "zz"}, ("alertmanager_url", "http://host")),
+        ({"port": "\u0663"}, ("port", "whole number")),
+        ({"port": "1_000"}, ("port", "whole number")),
+        ({"port": "9" * 5000}, ("port", "whole number")),
+        ({"clear_s": "1_0.5"}, ("clear_s", "a number")),
+        ({"clear_s": "\u0661.\u0665"}, ("clear_s", "a number")),
+        ({"clear_s": 10**400}, ("clear_s", "a number")),
         ({"slow_rank_clear": 1.9}, ("slow_rank_clear", "lower")),
         ({"slow_rank_steps": True}, ("slow_rank_steps", "whole number")),
     ],
@@ -77,6 +93,9 @@ def test_config_bad_value_one_line_with_value_source_and_fix(
         ("port = [1]", "whole number"),
         ("host = 3", "give text"),
         ("port = 1.5", "whole number"),
+        ("port = " + "[" * 10_000, "not TOML"),
+        ("port = " + "9" * 5000, "not TOML"),
+        ("# " + "x" * (1 << 20), "larger than"),
     ],
 )
 def test_config_bad_file_refused(tmp_path: Path, text: str, needle: str) -> None:
@@ -85,6 +104,24 @@ def test_config_bad_file_refused(tmp_path: Path, text: str, needle: str) -> None
     file.write_text(text)
     with pytest.raises(ConfigError, match=needle):
         load(file=file)
+
+
+def test_config_endless_file_refused() -> None:
+    """A device that never ends is read up to a bound."""
+    with pytest.raises(ConfigError, match="larger than"):
+        load(file=Path("/dev/zero"))
+
+
+def test_config_state_dir_of_nobody_refused() -> None:
+    """A home that there is not: one line with the fix."""
+    with pytest.raises(ConfigError, match="--state-dir"):
+        load({"state_dir": "~no-such-user-here/x"})
+
+
+def test_config_numbers_in_their_usual_forms_are_taken() -> None:
+    """Text as the environment gives it: signs, fractions, exponents."""
+    config = load({"clear_s": "1.5e1", "progress_floor_s": "+.5", "port": "0"}).config
+    assert (config.clear_s, config.progress_floor_s, config.port) == (15.0, 0.5, 0)
 
 
 def test_config_missing_file_refused(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from ntp_core.observe import Blame, ChangePhase, ChangeStatus, Op, Phase, Reason
 from ntp_core.plan import Layout, Plan, ReplicaPlan
 from ntp_core.units import ModelUnits, TensorSpec, UnitKind
 from sidecar.ingest.changes import ChangeBook
+from sidecar.ingest.drain import RingSet, ring_limit
 from sidecar.ingest.fingerprints import STEPS_KEPT, FingerprintBook
 from sidecar.ingest.job import JobIngest
 from sidecar.ingest.state import MAX_CHANGES, JobState
@@ -29,6 +33,7 @@ from sidecar.wire.rundir import ring_name
 from sidecar.wire.schema import Kind, Record, digest_to_int
 from tests.support.rings import JOB, observer_in, ring_in, run_dir_in, small_header
 
+DESCRIPTORS = Path("/proc/self/fd")
 OLD, NEW = "00112233aabbccdd", "ffeeddccbbaa9988"
 
 
@@ -521,3 +526,83 @@ def test_dead_stays_dead(run_dir: Path):
         ingest.tick()
         alive.append(ingest.job.ranks[0].alive)
     assert alive == [True, False, False]
+
+
+# -- room
+
+
+def test_rings_beyond_the_limit_wait_for_room(run_dir: Path):
+    """Counted once, tried again at each scan, and read when another ring has gone."""
+    rings = [ring_in(run_dir, rank) for rank in range(3)]
+    for ring in rings:
+        ring.emit(Kind.STEP_BEGIN, a=1)
+    open_rings = RingSet(run_dir, JOB, most=2)
+    for _ in range(3):
+        open_rings.scan()
+    watched = [d.header for d in open_rings.poll()]
+    assert (len(watched), open_rings.refused, len(open_rings.refusals)) == (2, 1, 1)
+    open_rings.retire(watched[0])
+    open_rings.scan()
+    assert {h.global_rank for h in open_rings.headers()} == {0, 1, 2} - {watched[0].global_rank}
+    assert open_rings.refused == 1
+    open_rings.close()
+
+
+def test_ring_without_a_descriptor_is_read_once_there_is_one(run_dir: Path):
+    """Too many open files is no fault of the ring."""
+    ring_in(run_dir).emit(Kind.STEP_BEGIN, a=7)
+    open_rings = RingSet(run_dir, JOB)
+    with no_descriptors_but(1):  # enough to look into the directory, not to map a ring
+        open_rings.scan()
+        open_rings.scan()
+        assert (open_rings.refused, open_rings.headers()) == (1, [])
+    open_rings.scan()
+    assert (open_rings.refused, len(open_rings.headers())) == (1, 1)
+    open_rings.close()
+
+
+@contextlib.contextmanager
+def no_descriptors_but(free: int) -> Iterator[None]:
+    """All descriptors of this process but `free` are taken."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 32, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(free):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+def open_descriptors() -> int:
+    """Highest descriptor in use, so that a limit above it leaves all of them as they are."""
+    return max(int(fd.name) for fd in DESCRIPTORS.iterdir())
+
+
+def test_ring_takes_one_descriptor_and_gives_it_back(run_dir: Path):
+    """The mapping's own; a thousand ranks are a thousand descriptors."""
+    for rank in range(8):
+        ring_in(run_dir, rank)
+    before = len(list(DESCRIPTORS.iterdir()))
+    ingest = JobIngest(run_dir)
+    ingest.tick()
+    assert len(list(DESCRIPTORS.iterdir())) - before == len(ingest.job.ranks) == 8
+    ingest.close()
+    assert len(list(DESCRIPTORS.iterdir())) == before
+
+
+def test_ring_limit_leaves_room_for_all_else():
+    """Whatever the limit of open files is, the page keeps some of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for limit, most in ((1024, 832), (64, 16), (hard, None)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, hard), hard))
+            assert ring_limit() == (most or min(4096, hard - 192))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

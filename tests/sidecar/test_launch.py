@@ -84,12 +84,33 @@ signal.pause()
     assert (out, wrapper.returncode) == (f"got {int(signum)}\n", 7)
 
 
+def test_ignored_signal_stays_ignored_for_the_command():
+    """Under nohup a hang-up must not reach the command as one that ends it."""
+    script = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", ignore + WRAPPER, *_python(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == ("True\n", 0)
+
+
 def test_handlers_are_put_back():
     """A caller's own handlers hold again afterwards."""
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     run_command(_python("pass"), {})
     after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert after == before
+
+
+def test_pid_of_the_command_is_told():
+    """Before its end, to whoever asked."""
+    told: list[int] = []
+    script = "import os, sys; sys.exit(os.getppid() != int(sys.argv[1]))"
+    assert run_command([*_python(script), str(os.getpid())], {}, told.append) == 0
+    assert len(told) == 1 and told[0] != os.getpid()
 
 
 def test_runs_from_another_thread():

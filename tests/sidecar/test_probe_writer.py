@@ -32,6 +32,14 @@ OTHER = "ffeeddccbbaa9988"
 CALLS: list[tuple[Callable[[ProbeObserver], None], tuple[Any, ...]]] = [
     (lambda o: o.step_begin(7), (Kind.STEP_BEGIN, 0, 0, 7, 0, 0, 0.0)),
     (lambda o: o.step_end(7, 50, 40, 99, 2.5), (Kind.STEP_END, 0, 99, 7, 50, 40, 2.5)),
+    (
+        lambda o: o.step_end(7, 50, 40, 99, 2.5, 1_250_000),
+        (Kind.STEP_END, 12, 99, 7, 50, 40, 2.5),
+    ),
+    (
+        lambda o: o.step_end(7, 50, 40, 99, 2.5, 10**12),
+        (Kind.STEP_END, 65535, 99, 7, 50, 40, 2.5),
+    ),
     (lambda o: o.phase(7, Phase.DATA, 5), (Kind.PHASE, 1, 0, 7, 5, 0, 0.0)),
     (lambda o: o.value(2, 7, 0.5), (Kind.VALUE, 2, 0, 7, 0, 0, 0.5)),
     (
@@ -297,7 +305,15 @@ class Heard(NullObserver):
     def step_begin(self, step: int) -> None:
         self.calls.append(("begin", step))
 
-    def step_end(self, step: int, duration_ns: int, busy_ns: int, tokens: int, loss: float) -> None:
+    def step_end(
+        self,
+        step: int,
+        duration_ns: int,
+        busy_ns: int,
+        tokens: int,
+        loss: float,
+        queued_ns: int = 0,
+    ) -> None:
         self.calls.append(("end", step, duration_ns, busy_ns, loss))
 
     def phase(self, step: int, phase: int, duration_ns: int) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 
 import pytest
 
 from ntp_core.observe import Reason
 from sidecar.checks.finding import Finding, Severity
+from sidecar.config import load
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.state import Change, Fault
 from sidecar.report import RunFacts, build_report, read_outside_facts
+from sidecar.watch import build_watch
 from tests.support.clock import UNIX_OFFSET_NS
 from tests.support.jobs import DrivenJob, plan_of
 
@@ -175,4 +179,34 @@ def test_report_outside_facts_are_checked(
 
 def test_report_without_outside_facts_nothing_is_claimed(tmp_path: Path) -> None:
     """No file, no claim."""
+    assert read_outside_facts(tmp_path) == {}
+
+
+def test_report_of_a_plain_job_names_its_first_known_loss() -> None:
+    """A plain job reports NaN until its first loss is known, and that first one counts."""
+    job = DrivenJob(plan_of(((8, 8, 8),)))
+    for _ in range(4):
+        job.commit()
+    for rank in job.state.ranks.values():
+        for sample, loss in zip(rank.steps, (math.nan, math.inf, 3.5, 3.25), strict=True):
+            sample.loss = loss
+    watch = build_watch(load({}, {}, None).config, job.state, Path())
+    watch.tick(now_ns=job.clock.now_ns, now_unix_ns=job.clock.unix_ns)
+    assert job.state.loss_first == 3.5
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_report_of_a_loss_that_is_not_finite_is_json(loss: float) -> None:
+    """What JSON cannot hold is null."""
+    job, seen = run_job()
+    for rank in job.state.ranks.values():
+        rank.loss = loss
+    report = build_report(job.state, [seen], RunFacts(loss_first=loss))
+    json.dumps(report, allow_nan=False)
+    assert report["loss"] == {"first": None, "last": None}
+
+
+def test_facts_that_are_no_file_are_left_out(tmp_path: Path) -> None:
+    """A pipe under the name holds no request up."""
+    os.mkfifo(tmp_path / "facts.json")
     assert read_outside_facts(tmp_path) == {}

@@ -14,8 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sidecar.wire.process import is_running, process_start_ticks
-from sidecar.wire.reader import RingReader, read_header, to_records
-from sidecar.wire.ring import BadJobId, RingRefused, RingWriter, check_job_id, make_emit
+from sidecar.wire.reader import RingReader, to_records
+from sidecar.wire.ring import (
+    BadJobId,
+    RingRefused,
+    RingWriter,
+    check_job_id,
+    make_emit,
+    read_header,
+)
 from sidecar.wire.schema import Record, digest_from_int, digest_to_int
 from tests.support.rings import small_header
 

@@ -129,6 +129,22 @@ def test_job_view_after_the_last_rank_left_keeps_its_step() -> None:
     assert (view["step"], view["ranks_alive"], view["ranks_dead"]) == (41, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_finite", "status"),
+    [(2.0, True, "healthy"), (None, None, "healthy"), (math.nan, False, "degraded"),
+     (math.inf, False, "degraded")],
+)  # fmt: skip
+def test_job_view_says_that_the_loss_is_not_finite(
+    loss: float | None, is_finite: bool | None, status: str
+) -> None:
+    """Training went wrong although every rank lives and every step is committed."""
+    job = sample_job()
+    for rank in job.ranks.values():
+        rank.loss = loss
+    view = job_view(job, [], now_ns=NOW_NS)
+    assert (view["loss_is_finite"], view["status"]) == (is_finite, status)
+
+
 def test_job_view_first_loss_outlives_its_step() -> None:
     """The first loss stays known when its step is no longer kept."""
     job = sample_job()

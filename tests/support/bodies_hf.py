@@ -10,7 +10,7 @@ from ntp_core.cost import Work
 from ntp_core.plan import Plan
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.engine import Engine, StepOptions
-from ntp_core.runtime.hf import hf_loss_sum, parallelize_hf
+from ntp_core.runtime.modules.hf import hf_loss_sum, parallelize_hf
 from ntp_core.units import ModelUnits
 from tests.support.hf_models import batch, build
 

@@ -13,9 +13,9 @@ from ntp_core.observe import Reason
 from ntp_core.plan import Plan
 from ntp_core.proposal import FILE_NAME, Proposal
 from ntp_core.runtime.comm import Comm
-from ntp_core.runtime.content import optimizer_planes
 from ntp_core.runtime.faults import Faults
 from ntp_core.runtime.inbox import Inbox
+from ntp_core.runtime.optim.planes import planes_of as engine_planes
 from ntp_core.runtime.trainer import Trainer
 from tests.support.recording_observer import Call, RecordingObserver
 from tests.support.tiny_job import text_for
@@ -77,7 +77,7 @@ def train(
     told = Told()
     for step in range(1, steps + 1):
         if comm.rank == 0 and folder is not None:
-            _leave(folder, trainer.plan, [p for s, p in changes if s == step])
+            leave_plans(folder, trainer.plan, [p for s, p in changes if s == step])
             for content in (c for s, c in leave if s == step):
                 (folder / FILE_NAME).write_bytes(content)
         _step(trainer, told, is_changing=any(s == step for s, _ in changes))
@@ -98,7 +98,7 @@ def _step(trainer: Trainer, told: Told, *, is_changing: bool) -> None:
         told.changes.append((before, planes_of(trainer)))
 
 
-def _leave(folder: Path, present: Plan, plans: list[Plan]) -> None:
+def leave_plans(folder: Path, present: Plan, plans: list[Plan]) -> None:
     for plan in plans:
         proposal = Proposal(
             base_digest=present.digest,
@@ -109,7 +109,7 @@ def _leave(folder: Path, present: Plan, plans: list[Plan]) -> None:
 
 
 def planes_of(trainer: Trainer) -> list[Local]:
-    """Copies of this rank's parameters and of the optimizer's two moments, by tensor name."""
+    """Copies of this rank's parameters and of the optimizer's state, by tensor name."""
     names = [t.name for t in trainer.model.units.tensors]
-    planes = optimizer_planes(trainer.model.shards, trainer.optimizer)
-    return [{n: t.detach().clone() for n, t in zip(names, p, strict=True)} for p in planes]
+    planes = engine_planes(trainer.model.shards, trainer.optimizer)
+    return [{n: t.detach().clone() for n, t in zip(names, p.tensors, strict=True)} for p in planes]

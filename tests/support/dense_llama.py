@@ -68,6 +68,10 @@ class DenseTrainer:
 
     def loss(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Mean next-token cross-entropy of a [B, T + 1] batch."""
+        return F.cross_entropy(self.logits(tokens_BT), tokens_BT[:, 1:].flatten())
+
+    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token after each of a [B, T + 1] batch but the last, [B * T, V]."""
         model, w = self.config.model, self.weights
         x_BTD = w["embed.weight"][tokens_BT[:, :-1]]
         for i in range(model.layers):
@@ -78,8 +82,8 @@ class DenseTrainer:
             gate, up = h @ w[layer + "gate.weight"].T, h @ w[layer + "up.weight"].T
             x_BTD = x_BTD + (gate * torch.sigmoid(gate) * up) @ w[layer + "down.weight"].T
         h = _rms_norm(x_BTD, w["norm.weight"], model.norm_eps)
-        logits_BTV = h @ w["embed.weight"].T
-        return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+        logits_BTV: torch.Tensor = h @ w["embed.weight"].T
+        return logits_BTV.flatten(0, 1)
 
     def _attention(self, h_BTD: torch.Tensor, layer: str) -> torch.Tensor:
         model, w = self.config.model, self.weights

@@ -180,5 +180,7 @@ def filled_stats() -> SidecarStats:
         webhooks_delivered=5,
         webhooks_retried=3,
         webhooks_dead=1,
+        webhooks_dropped=1,
+        outlet_errors={"webhook": 1},
         webhooks_queued=2,
     )

@@ -88,9 +88,16 @@ class DrivenJob:
             self.state.ranks[rank].work = time / sum(times.values())
 
     def commit(
-        self, slow: Mapping[int, float] | None = None, noise: Mapping[int, float] | None = None
+        self,
+        slow: Mapping[int, float] | None = None,
+        noise: Mapping[int, float] | None = None,
+        queued: Mapping[int, float] | None = None,
     ) -> int:
-        """One step of all living ranks: busy time = share * speed * slow * noise."""
+        """One step of all living ranks: busy time = share * speed * slow * noise + queued.
+
+        Args:
+            queued: rank -> run-queue time as a multiple of its share * speed.
+        """
         self.step += 1
         assert self.state.plan is not None
         share = work_of(self.state.plan)
@@ -102,13 +109,15 @@ class DrivenJob:
             * (noise or {}).get(r.rank, 1.0)
             for r in living
         }
-        step_s = 1.02 * max(busy.values())
+        waits = {r: share[r] * self.speed * (queued or {}).get(r, 0.0) for r in busy}
+        step_s = 1.02 * max(busy[r] + waits[r] for r in busy)
         self.clock.advance(step_s)
         for r in living:
-            self._commit_one(r, round(step_s * 1e9), round(busy[r.rank] * 1e9))
+            own_ns, queued_ns = (round(t[r.rank] * 1e9) for t in (busy, waits))
+            self._commit_one(r, round(step_s * 1e9), own_ns + queued_ns, queued_ns)
         return self.step
 
-    def _commit_one(self, rank: RankState, duration_ns: int, busy_ns: int) -> None:
+    def _commit_one(self, rank: RankState, duration_ns: int, busy_ns: int, queued_ns: int) -> None:
         rank.step, rank.step_open, rank.collective = self.step, None, None
         rank.steps_total += 1
         rank.last_progress_ns = self.clock.now_ns
@@ -123,6 +132,7 @@ class DrivenJob:
                 loss=rank.loss,
                 epoch=rank.epoch,
                 work=rank.work,
+                queued_ns=queued_ns,
             )
         )
 

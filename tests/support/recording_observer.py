@@ -20,7 +20,15 @@ class RecordingObserver:
     def step_begin(self, step: int) -> None:
         self._keep("step_begin", step)
 
-    def step_end(self, step: int, duration_ns: int, busy_ns: int, tokens: int, loss: float) -> None:
+    def step_end(
+        self,
+        step: int,
+        duration_ns: int,
+        busy_ns: int,
+        tokens: int,
+        loss: float,
+        queued_ns: int = 0,
+    ) -> None:
         self._keep("step_end", step, duration_ns, busy_ns, tokens, loss)
 
     def phase(self, step: int, phase: int, duration_ns: int) -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 READY_S = 30.0
+EXEMPLARS = "--enable-feature=exemplar-storage"
 
 ALERTMANAGER_CONFIG = """
 route: {receiver: none, group_by: [alertname], group_wait: 0s, group_interval: 1s}
@@ -36,7 +37,9 @@ def require_binary(name: str) -> Path:
     return Path(path)
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = READY_S) -> object:
+def wait_until(
+    condition: Callable[[], object], what: str, timeout_s: float = READY_S, every_s: float = 0.02
+) -> object:
     """First true value of a condition, asked again and again; AssertionError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -45,7 +48,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = RE
             return value
         if time.monotonic() > deadline_s:
             raise AssertionError(f"{what}: not in {timeout_s} s")
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def free_port() -> int:
@@ -86,8 +89,10 @@ class Server:
         self.stop()
 
 
-def start_prometheus(tmp_path: Path, config_text: str, flags: Sequence[str] = ()) -> Server:
-    """Prometheus with exemplar storage, ready. Its data and log lie under `tmp_path`."""
+def start_prometheus(
+    tmp_path: Path, config_text: str, flags: Sequence[str] = (EXEMPLARS,)
+) -> Server:
+    """Prometheus, by default with exemplars, ready. Its data and log lie under `tmp_path`."""
     home = _home(tmp_path, "prometheus", config_text)
     port = free_port()
     command = [
@@ -95,7 +100,6 @@ def start_prometheus(tmp_path: Path, config_text: str, flags: Sequence[str] = ()
         f"--config.file={home / 'config.yml'}",
         f"--storage.tsdb.path={home / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
-        "--enable-feature=exemplar-storage",
         *flags,
     ]
     return _start(command, home, port)

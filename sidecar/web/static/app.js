@@ -84,6 +84,7 @@ function renderHeader({ job, ranks }) {
 }
 
 function figures(job) {
+  const isBroken = job.loss_is_finite === false;
   const first = job.loss_first === null ? "" : `from ${format.decimal(job.loss_first)}`;
   const dead = job.ranks_dead ? `${job.ranks_dead} dead` : "none dead";
   const size = job.world_size === null ? "" : ` of ${job.world_size}`;
@@ -91,7 +92,10 @@ function figures(job) {
   return [
     { name: "Step", value: format.integer(job.step), note: startedNote(job) },
     { name: "Step time", value: format.duration(job.step_time_s), note: medianNote(job) },
-    { name: "Loss", value: format.decimal(job.loss), note: first },
+    {
+      name: "Loss", value: isBroken ? "not finite" : format.decimal(job.loss), note: first,
+      tone: isBroken ? "critical" : "",
+    },
     { name: "Gradient norm", value: format.decimal(job.gradient_norm), note: "before clipping" },
     {
       name: "Ranks alive", value: `${job.ranks_alive}${size}`, note: dead,

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from ntp_core.observe import Blame
-from ntp_core.runtime.compare import Difference, judge, replica_values
+from ntp_core.plan import Layout, Plan, ReplicaPlan
+from ntp_core.runtime.compare import Difference, holders, judge, replica_values
+from ntp_core.runtime.shards import Placement
+from ntp_core.units import ModelUnits, TensorSpec, UnitKind
 
 Rows = list[int]
 
@@ -54,3 +57,20 @@ def test_replica_values_add_each_block_once_modulo_64_bits() -> None:
     """The sum of the speakers' numbers wraps, and is signed."""
     table = np.array([[2**63 - 1, 5], [1, 9], [3, -4]], dtype=np.int64)
     assert replica_values(table, [[0, 1], [2, 2]]) == (-(2**63) + 8, -1)
+
+
+def test_holders_are_all_who_hold_a_copy() -> None:
+    """Of a block that units share all its holders, of a cut one its owners, of a whole one all."""
+    tensors = (
+        TensorSpec(name="gain", shape=(3,)),
+        TensorSpec(name="q", shape=(4, 2), kind=UnitKind.ATTENTION),
+        TensorSpec(name="k", shape=(2, 2), kind=UnitKind.ATTENTION, sharing=2),
+    )
+    model = ModelUnits(counts={UnitKind.ATTENTION: 4}, tensors=tensors)
+    replicas = [
+        ReplicaPlan(ranks=ranks, layouts={UnitKind.ATTENTION: Layout.contiguous(s)}, batch=1)
+        for ranks, s in (((2, 0), (3, 1)), ((1,), (4,)))
+    ]
+    placement = Placement(model, Plan.build(model.counts, replicas), 0)
+    q = [(2, 1), (2, 1), (2, 1), (0, 1)]
+    assert [(0, 1, 2), *q, (2, 1), (2, 0, 1)] == holders(placement)

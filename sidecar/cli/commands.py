@@ -1,13 +1,13 @@
-"""The command `ntp-sidecar`. Answers go to stdout, errors to stderr; exit code 2 is bad input."""
+"""All commands but the demo. Answers go to stdout, errors to stderr; exit code 2 is bad input."""
 
 from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -15,24 +15,23 @@ from pathlib import Path
 
 from ntp_core.errors import InvalidInput
 from sidecar import __version__
+from sidecar.announce import check_outlets
 from sidecar.config import Config, ConfigError, Loaded, flag_of, load
 from sidecar.daemon import Daemon, run_until_signal
 from sidecar.run import RunRequest, run
 from sidecar.status import NoAnswer, fetch_status, find_url, status_lines
 from sidecar.top import run_top
 from sidecar.web.server import ServeError
+from sidecar.wire.holders import RunDirInUse
 from sidecar.wire.ring import BadJobId, check_job_id
 
 BAD_INPUT = 2
 UNAVAILABLE = 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if args[:1] == ["demo"]:
-        return int(importlib.import_module("sidecar.demo.command").main(args[1:]))
-    own, cmd = _split(args)
+    own, cmd = _split(list(args))
     parsed = _parser().parse_args(own)
     try:
         match parsed.command:
@@ -46,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _top(parsed)
             case _:
                 return _config(parsed)
-    except (ConfigError, InvalidInput, ServeError, BadJobId) as error:
+    except (ConfigError, InvalidInput, ServeError, BadJobId, RunDirInUse) as error:
         return _refuse(str(error), BAD_INPUT)
     except NoAnswer as error:
         return _refuse(str(error), UNAVAILABLE)
-    except OSError as error:
+    except OSError as error:  # the machine failed, not the input
         where = f"{error.filename}: " if error.filename else ""
-        return _refuse(f"{where}{error.strerror or error}", BAD_INPUT)
+        return _refuse(f"{where}{error.strerror or error}", UNAVAILABLE)
 
 
 def _split(args: list[str]) -> tuple[list[str], list[str]]:
@@ -79,13 +78,29 @@ def _run(args: argparse.Namespace, cmd: list[str]) -> int:
 def _daemon(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="ntp-sidecar: %(message)s")
     loaded = _load(args)
-    daemon = _open_daemon(loaded, Path(args.run_dir), args.job_id)
+    run_dir = _run_dir(args.run_dir)
+    job_id = check_job_id(args.job_id or run_dir.name)
+    if args.parent_pid is not None and args.parent_pid != os.getppid():
+        return _refuse(
+            f"--parent-pid {args.parent_pid} is not the parent of this process ({os.getppid()}); "
+            "leave it out",
+            BAD_INPUT,
+        )
+    daemon = _open_daemon(loaded, run_dir, job_id)
 
     def tell(ready: Daemon) -> None:
         print(f"ntp-sidecar: page {ready.url}", flush=True)
 
     run_until_signal(daemon, tell, args.parent_pid)
     return 0
+
+
+def _run_dir(text: str) -> Path:
+    """The directory to watch. It may be made later; what is there now must be one."""
+    path = Path(text).absolute() if text else None
+    if path is None or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"--run-dir is {text!r}; give the job's run directory")
+    return path
 
 
 def _open_daemon(loaded: Loaded, run_dir: Path, job_id: str | None) -> Daemon:
@@ -120,7 +135,9 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    rows = _load(args).rows()
+    loaded = _load(args)
+    check_outlets(loaded.config)
+    rows = loaded.rows()
     if args.json:
         print(json.dumps({"settings": rows}, indent=2))
         return 0
@@ -154,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--run-dir", required=True, help="the job's run directory")
     p.add_argument("--job-id", help="name of the job; default: the directory's name")
-    p.add_argument("--parent-pid", type=int, help="end when this parent is gone and no rank lives")
+    p.add_argument("--parent-pid", type=_pid, help="end when this parent and its job are gone")
     _add_settings(p)
     p = _command(commands, "status", "what a running sidecar says", "status --json")
     p.add_argument("--url", help="address of the sidecar; default: the one on this node")
@@ -168,6 +185,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(p)
     _command(commands, "demo", "an uneven job with faults, and its sidecar", "demo")
     return parser
+
+
+def _pid(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,10}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a process id")
+    return int(text)
 
 
 def _command(
@@ -191,7 +214,3 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             text += "; better by the environment: flags show in process lists"
         default = "" if f.default == "" else f" (default {f.default})"
         group.add_argument(flag_of(f.name), dest=f.name, metavar="VALUE", help=text + default)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,7 @@
 
 The module comes in whole, with the same weights on every rank (or on the meta device, to be filled
 from a checkpoint), and is cut in place: parameters keep their identity and names, `forward` of cut
-modules is wrapped (`ntp_core.runtime.wrap`). All checks come before the first message, so that a
+modules is wrapped (see `wrap` beside this). All checks come before the first message, so that a
 misfit raises the same error on every rank and nothing hangs.
 """
 
@@ -20,8 +20,7 @@ from ntp_core.errors import ModelMismatch, PlanError
 from ntp_core.plan import Plan
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.layers import TensorParallelGroup
-from ntp_core.runtime.shards import Shard, Shards, shards_of
-from ntp_core.runtime.wrap import (
+from ntp_core.runtime.modules.wrap import (
     Forward,
     InputCopies,
     colwise,
@@ -32,6 +31,7 @@ from ntp_core.runtime.wrap import (
     refuse,
     rowwise,
 )
+from ntp_core.runtime.shards import Shard, Shards, shards_of
 from ntp_core.styles import Rule, Style, parse_rules, rule_for
 from ntp_core.units import ModelUnits, TensorSpec, UnitKind, block_slices
 

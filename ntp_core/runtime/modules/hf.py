@@ -23,8 +23,8 @@ from ntp_core.errors import ModelMismatch
 from ntp_core.plan import Plan
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.layers import copy_to_group, vocab_parallel_loss_sum
-from ntp_core.runtime.parallelize import OnPlan, ParallelModule, model_name, parallelize
-from ntp_core.runtime.wrap import Forward, is_conv1d
+from ntp_core.runtime.modules.parallelize import OnPlan, ParallelModule, model_name, parallelize
+from ntp_core.runtime.modules.wrap import Forward, is_conv1d
 from ntp_core.styles import kind_by_name, parse_rules, rule_for
 from ntp_core.units import UnitKind
 

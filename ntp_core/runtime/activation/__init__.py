@@ -1,0 +1,1 @@
+"""What happens to activations beside the layers: dropout by logical unit, recomputation."""

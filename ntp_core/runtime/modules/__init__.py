@@ -1,0 +1,1 @@
+"""Any module over uneven ranks: styles around layers, Hugging Face models."""

@@ -1,0 +1,1 @@
+"""State per parameter element: planes that follow blocks, and the optimizer that keeps them."""
