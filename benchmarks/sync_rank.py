@@ -2,8 +2,9 @@
 
     RANK=.. MASTER_ADDR=.. MASTER_PORT=.. python -m benchmarks.sync_rank TASK.json OUT.json
 
-A round runs every arm once, a few repeats each; the next round begins with the next arm. What is
-kept is, per arm and round, the seconds per repeat of the rank that took longest.
+A round runs every arm once, a few repeats each; the next round begins with the next arm and goes
+the other way. What is kept is, per arm and round, the seconds per repeat of the rank that took
+longest.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def interleave(comm: Comm, arms: dict[str, Arm], rounds: int, inner: int) -> Sec
     taken = torch.zeros(len(names), rounds, dtype=torch.float64)
     worked = torch.zeros(len(names), rounds, dtype=torch.float64)
     for number in range(rounds):
-        for i in [(number + k) % len(names) for k in range(len(names))]:
+        order = [(number + k) % len(names) for k in range(len(names))]
+        for i in reversed(order) if number % 2 else order:  # no arm always follows the same other
             comm.all_reduce(torch.zeros(1), comm.world)
             begin, cpu = time.perf_counter(), time.process_time()
             for _ in range(inner):

@@ -18,7 +18,7 @@ from pathlib import Path
 from ntp_core.job import JobConfig, TrainConfig, even_plan
 from ntp_core.llama import LlamaConfig
 from ntp_core.replan import rebalance
-from ntp_core.runtime.launch import LocalRanks, exit_on_signals
+from ntp_core.runtime.launch import ExitSignals, LocalRanks
 
 SPEEDS = {0: 1.0, 1: 1.0, 2: 0.5, 3: 1.0, 4: 1.0}
 
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seq", type=int, default=64)
     args = parser.parse_args()
-    exit_on_signals()  # the ranks and the folder below go with this process
+    signals = ExitSignals()
 
     model = LlamaConfig()
     plan = rebalance(even_plan(model, (3, 2), batch=10), model.work(args.seq), SPEEDS)
@@ -46,7 +46,7 @@ def main() -> int:
         command = [sys.executable, "-m", "ntp_core.runtime.train", "--config", str(config)]
         command += ["--losses", str(losses)]
         with LocalRanks(command, len(SPEEDS)) as ranks:
-            codes = ranks.wait(timeout_s=600)
+            codes = ranks.wait(timeout_s=600, look=signals.leave)
         if not any(codes):
             told = json.loads(losses.read_text())
             print(f"{len(told)} steps, loss {told[0]:.3f} -> {told[-1]:.3f}")

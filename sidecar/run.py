@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -55,11 +55,8 @@ def run(request: RunRequest, env: Mapping[str, str] = os.environ) -> int:
     for base in request.bases:
         remove_stale(base)
     job_id = request.job_id or f"run-{os.getpid()}-{time.time_ns() // 1_000_000_000}"
-    try:
-        with _Signals() as signals:
-            return _run(request, job_id, env, signals)
-    except _Signalled as signalled:
-        return 128 + signalled.number
+    with _Signals() as signals:
+        return _run(request, job_id, env, signals)
 
 
 def _run(request: RunRequest, job_id: str, env: Mapping[str, str], signals: _Signals) -> int:
@@ -68,20 +65,28 @@ def _run(request: RunRequest, job_id: str, env: Mapping[str, str], signals: _Sig
     except OSError as error:
         sys.stderr.write(f"ntp-sidecar: the job runs unwatched: {error}\n")
         return run_command(request.cmd, {"NTP_SIDECAR_RUN_DIR": "", "NTP_SIDECAR_DISABLE": "1"})
+
+    def started(pid: int) -> None:
+        with contextlib.suppress(OSError):  # the sidecar stays for it if we are killed
+            claim(run_dir, pid)
+        if signals.number is not None:  # in the moment before the job could hear it
+            os.kill(pid, signals.number)
+
     sidecar: subprocess.Popen[bytes] | None = None
     try:
         sidecar = _spawn(run_dir, job_id, request.loaded, env)
         if sidecar is not None:
-            _wait_until_up(run_dir, sidecar)
+            _wait_until_up(run_dir, sidecar, signals)
+            if signals.number is not None:
+                return 128 + signals.number
             if sidecar.poll() != BAD_INPUT:
                 _say_where(run_dir, job_id, sidecar)
             if (status := sidecar.poll()) is not None:
                 sidecar = None  # it has said why on stderr
             if status == BAD_INPUT:
                 return BAD_INPUT  # the job has not been started
-        return run_command(request.cmd, _job_environment(run_dir, job_id), _marker(run_dir))
+        return run_command(request.cmd, _job_environment(run_dir, job_id), started)
     finally:
-        signals.are_deaf = True
         if sidecar is not None:
             _stop(sidecar)
         release_run_dir(run_dir, RELEASE_S)
@@ -97,40 +102,24 @@ def _job_environment(run_dir: Path, job_id: str) -> dict[str, str]:
     }
 
 
-def _marker(run_dir: Path) -> Callable[[int], None]:
-    """Marks the directory as used by the command: the sidecar stays for it if we are killed."""
-
-    def mark(pid: int) -> None:
-        with contextlib.suppress(OSError):
-            claim(run_dir, pid)
-
-    return mark
-
-
-class _Signalled(BaseException):
-    """A signal came before the job was started."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 class _Signals:
-    """While the job is not there to hear them, SIGINT, SIGTERM and SIGHUP end us in good order.
+    """SIGINT, SIGTERM and SIGHUP while the job is not there to hear them: noted, and looked at.
+
+    A handler that raised could be swallowed by what it interrupts, or interrupt the cleaning up.
 
     Attributes:
-        are_deaf: nothing must interrupt the end of the sidecar; set after the first signal too.
+        number: the one that came first; None before.
     """
 
     def __init__(self) -> None:
-        self.are_deaf = False
+        self.number: int | None = None
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._got)
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -142,11 +131,9 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _got(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if not self.are_deaf:
-            self.are_deaf = True
-            raise _Signalled(number)
+        self.number = self.number or number
 
 
 def settings_as_environment(loaded: Loaded) -> dict[str, str]:
@@ -177,10 +164,12 @@ def _spawn(
         return None
 
 
-def _wait_until_up(run_dir: Path, sidecar: subprocess.Popen[bytes]) -> None:
-    """Wait until the sidecar serves or has given up."""
+def _wait_until_up(run_dir: Path, sidecar: subprocess.Popen[bytes], signals: _Signals) -> None:
+    """Wait until the sidecar serves or has given up, or a signal has come."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not _serves(run_dir, sidecar) and time.monotonic() < deadline:
+    while signals.number is None and not _serves(run_dir, sidecar):
+        if time.monotonic() > deadline:
+            break
         try:
             sidecar.wait(0.02)
         except subprocess.TimeoutExpired:

@@ -8,25 +8,29 @@ runs unchanged under either. Ranks survive each other; none survives the launche
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from ntp_core.lifeline import end_with_parent
+from ntp_core.lifeline import start_tied
 
 STOP_GRACE_S = 5.0
+LOOK_S = 0.1
 
 
 class LocalRanks:
     """Ranks of one job on this machine. Use as a context manager: leaving it ends them all.
 
     On Linux they are also killed when this process is (made in its main thread; ranks made in
-    another thread are not). A program's own signals are its own: see `exit_on_signals`.
+    another thread are not). Signals are the program's own business: see `ExitSignals`.
     """
 
     def __init__(
@@ -36,18 +40,10 @@ class LocalRanks:
             "127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False
         )
         self.processes: list[subprocess.Popen[bytes]] = []
-        tie = end_with_parent(signal.SIGKILL)
         try:
             for rank in range(num_ranks):
-                self.processes.append(
-                    subprocess.Popen(
-                        list(command),
-                        env=self._environment(rank, num_ranks, env or {}),
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                        preexec_fn=tie,
-                    )
-                )
+                environment = self._environment(rank, num_ranks, env or {})
+                self.processes.append(start_tied(command, environment, signal.SIGKILL))
         except BaseException:  # no program, or a signal: those that were started must not be left
             self.stop()
             raise
@@ -67,9 +63,26 @@ class LocalRanks:
         """Exit codes by rank; None while a rank runs."""
         return [p.poll() for p in self.processes]
 
-    def wait(self, timeout_s: float) -> list[int]:
-        """Exit codes once all have ended. Raises subprocess.TimeoutExpired."""
-        return [p.wait(timeout_s) for p in self.processes]
+    def wait(self, timeout_s: float | None, look: Callable[[], None] = lambda: None) -> list[int]:
+        """Exit codes once all have ended.
+
+        Args:
+            timeout_s: longest wait; None has no end.
+            look: called all the time while waiting; what it raises ends the wait.
+
+        Raises:
+            subprocess.TimeoutExpired: some have not ended in time.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        for p in self.processes:
+            while p.poll() is None:
+                look()
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise subprocess.TimeoutExpired(p.args, timeout_s or 0.0)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    p.wait(min(LOOK_S, left_s))
+        return [p.wait() for p in self.processes]
 
     def stop(self) -> None:
         """Continue what is stopped, ask all to end, then kill what is left."""
@@ -111,10 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks}: give at least 1")
-    exit_on_signals()
+    signals = ExitSignals()
     try:
         with LocalRanks(args.command, args.ranks) as ranks:
-            codes = [p.wait() for p in ranks.processes]
+            codes = ranks.wait(None, signals.leave)
     except OSError as error:
         sys.stderr.write(f"launch: cannot start {args.command[0]!r}: {error.strerror}\n")
         return 127 if isinstance(error, FileNotFoundError) else 126
@@ -122,25 +135,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if not worst else (worst[0] if worst[0] > 0 else 128 - worst[0])
 
 
-def exit_on_signals() -> None:
-    """For the main function of a program: SIGINT, SIGTERM and SIGHUP leave its blocks in order.
+class ExitSignals:
+    """SIGINT, SIGTERM and SIGHUP as a wish that a program looks at. For its main function only.
 
-    The first one raises SystemExit(128 + n), later ones are ignored, so that nothing interrupts the
-    end of the ranks. What was ignored from the start (nohup) stays ignored.
+    A handler that raised could be swallowed by whatever it interrupts, a finalizer or a hook of
+    fork, and could interrupt the end of the ranks. What is ignored from the start stays so (nohup).
+
+    Attributes:
+        number: the signal that came first; None before.
     """
-    numbers = [
-        s
-        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(s) is not signal.SIG_IGN
-    ]
 
-    def leave(signum: int, _frame: object) -> None:
-        for s in numbers:
-            signal.signal(s, signal.SIG_IGN)
-        raise SystemExit(128 + signum)
+    def __init__(self) -> None:
+        self.number: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
 
-    for s in numbers:
-        signal.signal(s, leave)
+    def leave(self) -> None:
+        """Raise SystemExit(128 + n) when signal n has come."""
+        if self.number is not None:
+            raise SystemExit(128 + self.number)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.number = self.number or number
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ntp_core.job import JobConfig
-from ntp_core.lifeline import end_with_parent
+from ntp_core.lifeline import start_tied
 from sidecar.daemon import read_address
 from sidecar.demo.client import CannotStart, StoryBroken
 from sidecar.demo.scenario import Scenario
@@ -169,15 +169,7 @@ def _start_job(
 def _spawn(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """A child with its output in a file, that ends when this process dies."""
     with log.open("wb") as stream:
-        return subprocess.Popen(
-            list(command),
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            preexec_fn=end_with_parent(signal.SIGTERM),
-        )
+        return start_tied(command, env, signal.SIGTERM, stream)
 
 
 def _tail(work_dir: Path) -> str:

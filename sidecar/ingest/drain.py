@@ -20,7 +20,7 @@ from sidecar.wire.ring import RingHeader, RingRefused
 from sidecar.wire.rundir import parse_ring_name
 
 MAX_RINGS = 4096  # open rings; further ones wait for room and are counted as refused
-RESERVED_FILES = 192  # descriptors kept for the page, the outbox and all else
+RESERVED_FILES = 320  # descriptors kept for the page's clients, the outbox and all else
 MIN_RINGS = 16
 NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 MAX_REFUSALS = 64

@@ -21,6 +21,7 @@ from dis import opname
 from types import FrameType
 from typing import Any
 
+LISTENERS = "nutp_listeners"  # of the bootstrap's `sys.exit`
 UNKNOWN = -1
 FAILED = 1
 INTERRUPTED = 130  # Python ends itself by SIGINT then; this is how a shell says it
@@ -41,9 +42,16 @@ class Leaving:
         self._asked: tuple[int, int] | None = None  # status, progress at that time
 
     def arm(self) -> None:
-        """Wrap the functions, and keep the outermost frame: it tells how it was left."""
+        """Wrap the functions, and keep the outermost frame: it tells how it was left.
+
+        In `sys.exit(main())` the function is looked up before `main` has made this process a rank:
+        so the bootstrap has wrapped it at the start of Python, and only asks for a listener.
+        """
         self._outermost = _outermost_frame()
-        sys.exit = self._listening(sys.exit, has_self=False)
+        if hasattr(sys.exit, LISTENERS):
+            getattr(sys.exit, LISTENERS).append(self._hear)
+        else:
+            sys.exit = self._listening(sys.exit, has_self=False)
         quitter = type(getattr(builtins, "exit", None))
         if quitter.__name__ == "Quitter":  # of the module site, which may be off
             quitter.__call__ = self._listening(quitter.__call__, has_self=True)  # type: ignore[method-assign] # the class is Python's own
@@ -68,13 +76,15 @@ class Leaving:
     def _listening(self, leave: Callable[..., Any], has_self: bool) -> Any:
         @functools.wraps(leave)
         def listening(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():  # else only a thread ends
-                given = args[1:] if has_self else args
-                asked = given[0] if given else kwargs.get("code")
-                self._asked = (exit_status(asked), self._progress())
+            given = args[1:] if has_self else args
+            self._hear(given[0] if given else kwargs.get("code"))
             return leave(*args, **kwargs)
 
         return listening
+
+    def _hear(self, asked: object) -> None:
+        if threading.current_thread() is threading.main_thread():  # else only a thread ends
+            self._asked = (exit_status(asked), self._progress())
 
 
 def exit_status(asked: object) -> int:

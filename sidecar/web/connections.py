@@ -22,13 +22,15 @@ class ConnectionLimits:
     """Bounds of the connections of one server.
 
     Attributes:
-        max_connections: beyond it the one that waits longest is cut; when none waits, 503.
+        max_connections: beyond it the one that waits longest is cut, if any waits.
+        max_busy: beyond it, when that many are being answered at once, 503.
         request_timeout_s: from the start of a connection, or from an answer, until the headers of
             the next request are there.
         write_timeout_s: longest time in which a client takes nothing of its answer.
     """
 
     max_connections: int = 128
+    max_busy: int = 256
     request_timeout_s: float = 10.0
     write_timeout_s: float = 20.0
 
@@ -37,9 +39,7 @@ class BoundedConfig(uvicorn.Config):
     """uvicorn's settings with our limits."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, **settings: Any) -> None:
-        super().__init__(
-            app, http=BoundedProtocol, limit_concurrency=limits.max_connections, **settings
-        )
+        super().__init__(app, http=BoundedProtocol, limit_concurrency=limits.max_busy, **settings)
         self.limits = limits
 
 
@@ -66,31 +66,37 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there: wait for its request, and make room if it is one too many."""
         super().connection_made(transport)
         self._begin_wait()
         self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone: no limit is left to watch."""
         self._end_wait()
         self._end_write()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
+        """Bytes have come; once they make a request, its wait is over."""
         super().handle_events()
         if not self.is_waiting:
             self._end_wait()
 
     def on_response_complete(self) -> None:
+        """An answer is out: wait for the next request."""
         self._begin_wait()  # first: the next request may be there already
         super().on_response_complete()
 
     def pause_writing(self) -> None:
+        """The client takes no more of its answer: it has `write_timeout_s` from now."""
         super().pause_writing()
         if self._writing is None:
             limit_s = self.limits.write_timeout_s
             self._writing = self.loop.call_later(limit_s, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """It takes more again."""
         self._end_write()
         super().resume_writing()
 
@@ -113,7 +119,7 @@ class BoundedProtocol(H11Protocol):
     def _make_room(self) -> None:
         others = [c for c in self.connections if isinstance(c, BoundedProtocol) and c is not self]
         idle = sorted((c for c in others if c.is_waiting), key=lambda c: c.waits_since_s)
-        excess = len(self.connections) - self.limits.max_connections + 1
+        excess = len(self.connections) - self.limits.max_connections
         for connection in idle[: max(0, excess)]:
             self.connections.discard(connection)  # now: its end is only told in the next round
             connection.transport.abort()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
@@ -21,6 +22,7 @@ from ntp_core.observe import Op, Reason, Value
 from ntp_core.plan import Layout, Plan, ReplicaPlan
 from ntp_core.units import ModelUnits, TensorSpec, UnitKind
 from sidecar.config import load
+from sidecar.daemon import Daemon
 from sidecar.export.prometheus import Exporter
 from sidecar.export.selfstats import JobView, SidecarStats
 from sidecar.ingest.job import JobIngest
@@ -31,10 +33,12 @@ from sidecar.report import RunFacts, build_report
 from sidecar.view import snapshot_view
 from sidecar.watch import JobWatch, build_watch
 from sidecar.web.guard import json_response
+from sidecar.web.openapi import openapi_document
 from sidecar.web.stream import SnapshotStream, StreamLimits
 from sidecar.wire.ring import RingWriter, make_emit
 from sidecar.wire.schema import Kind, digest_to_int
 from tests.support.rings import ring_in, run_dir_in
+from tests.support.servers import wait_until
 from tests.support.web_source import FixedSource
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -288,3 +292,37 @@ def test_plan_that_is_no_file_does_not_hold_the_tick_up(run_dir: Path, plant: An
     reader = Reader(run_dir)
     reader.tick()
     assert (reader.job.bad_records, reader.job.ranks[0].steps_total) == (1, 8)
+
+
+def test_daemon_answers_for_a_plain_job_before_and_after_its_first_loss(run_dir: Path) -> None:
+    """One process that reports NaN while no loss is known: every answer is there, and null."""
+    ring = ring_in(run_dir)
+    for step in (1, 2):
+        emit(ring, Kind.STEP_END, {"a": step, "x": math.nan})
+    daemon = Daemon(load({"port": 0, "poll_ms": 10}, {}, None).config, run_dir)
+    daemon.start()
+    try:
+        with httpx.Client(base_url=daemon.url) as client:
+            report = wait_until(lambda: _report_at(client, 2), "two steps")
+            assert report["loss"] == {"first": None, "last": None}
+            for path in openapi_document()["paths"]:
+                if path != "/api/v1/stream":
+                    assert client.get(path).status_code == 200, path
+            emit(ring, Kind.STEP_END, {"a": 3, "x": 2.5})
+            emit(ring, Kind.STEP_END, {"a": 4, "x": math.nan})
+            report = wait_until(lambda: _report_at(client, 4), "four steps")
+            assert report["loss"] == {"first": 2.5, "last": None}
+            job = wait_until(lambda: _job_at(client, 4), "the view of step 4")
+            assert (job["loss_is_finite"], job["status"]) == (False, "degraded")
+    finally:
+        daemon.stop()
+
+
+def _report_at(client: httpx.Client, step: int) -> dict[str, Any] | None:
+    body: dict[str, Any] = client.get("/api/v1/report").raise_for_status().json()
+    return body if body["steps"] == step else None
+
+
+def _job_at(client: httpx.Client, step: int) -> dict[str, Any] | None:
+    body: dict[str, Any] = client.get("/api/v1/job").raise_for_status().json()
+    return body if body["step"] == step else None

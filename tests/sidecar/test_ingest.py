@@ -601,8 +601,8 @@ def test_ring_limit_leaves_room_for_all_else():
     """Whatever the limit of open files is, the page keeps some of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        for limit, most in ((1024, 832), (64, 16), (hard, None)):
+        for limit, most in ((1024, 704), (64, 16), (hard, None)):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, hard), hard))
-            assert ring_limit() == (most or min(4096, hard - 192))
+            assert ring_limit() == (most or min(4096, hard - 320))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

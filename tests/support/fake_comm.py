@@ -14,6 +14,7 @@ class DoublingComm(Comm):
     Attributes:
         started, finished: ranks of each sum.
         addresses: where the memory of each sum begins.
+        given: what was put into each sum.
     """
 
     def __init__(self, world_size: int = 2) -> None:
@@ -21,12 +22,14 @@ class DoublingComm(Comm):
         self.started: list[Ranks] = []
         self.finished: list[Ranks] = []
         self.addresses: list[int] = []
+        self.given: list[torch.Tensor] = []
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Pending:
         """Done at once."""
         assert tensor.is_contiguous()
         self.started.append(ranks)
         self.addresses.append(tensor.data_ptr())
+        self.given.append(tensor.detach().clone().view(-1))
         tensor.mul_(2)
         return Pending(dist.Work(), ranks, tensor.numel() * tensor.element_size())
 

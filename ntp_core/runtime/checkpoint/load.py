@@ -29,11 +29,13 @@ def read_plane(
     name: str,
     placement: Placement,
     dtypes: list[torch.dtype],
+    device: torch.device,
 ) -> Plane:
     """This rank's blocks of one plane, all of them checked.
 
     Args:
         dtypes: element type due for each tensor.
+        device: where the tensors go once they are checked.
 
     Raises:
         CheckpointError: naming file, plane, tensor and block.
@@ -49,7 +51,7 @@ def read_plane(
         tensor = torch.empty(shard.shape, dtype=dtype)
         source = _place(reader, name, shard, stored, tensor)
         _check(manifest, number, name, shard, stored, tensor, source)
-        tensors.append(tensor)
+        tensors.append(tensor.to(device))
     return Plane(name, placement, tensors)
 
 

@@ -177,6 +177,7 @@ class Checkpoints:
         names, placement = state_of(shards, self._optimizer)
         params = [p.dtype for p in shards.params]
         state = [state_dtype(p, self._optimizer) for p in shards.params]
-        planes = [read_plane(manifest, reader, PARAM, shards, params)]
-        planes += [read_plane(manifest, reader, n, placement, state) for n in names]
+        device = shards.params[0].device
+        planes = [read_plane(manifest, reader, PARAM, shards, params, device)]
+        planes += [read_plane(manifest, reader, n, placement, state, device) for n in names]
         return planes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -14,8 +15,11 @@ from ntp_core.plan import Layout, Plan, ReplicaPlan
 from ntp_core.runtime.shards import Shards, shards_of
 from ntp_core.runtime.sync.modes import SyncMode, SyncOptions, gradient_sync, groups_of
 from ntp_core.runtime.sync.segments import SegmentSync
+from ntp_core.segments import launches
 from ntp_core.units import ModelUnits, TensorSpec, UnitKind
 from tests.support.fake_comm import DoublingComm
+from tests.support.logical import cut
+from tests.support.random_plans import random_model, random_plan
 
 M = UnitKind.MLP
 LAYERS = 4
@@ -240,3 +244,43 @@ def test_reshard_refuses_mixed_element_types() -> None:
     sync.run()
     assert all(bool((p.grad == 2).all()) for p in shards.params)
     assert comm.finished == [(0, 1)] * 3, "float32, float64, whole"
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("seed", range(30))
+def test_every_rank_of_a_sum_lays_the_same_elements_at_the_same_places(
+    seed: int, bucket_bytes: int
+) -> None:
+    """Element by element, at any layouts: fused parts, columns, shared blocks, holes."""
+    draw = random.Random(seed)
+    base = random_model(draw)
+    mlp = 2 * base.counts[M]
+    more = (
+        TensorSpec(name="down_fused", shape=(3, 2 * mlp), kind=M, dim=1, parts=2),
+        TensorSpec(name="down_three", shape=(2, 3 * mlp), kind=M, dim=1, parts=3),
+        TensorSpec(name="shared", shape=(mlp, 3), kind=M, sharing=base.counts[M]),
+    )
+    model = ModelUnits(counts=base.counts, tensors=(*base.tensors, *more))
+    plan = random_plan(draw, model, [draw.randint(1, 3) for _ in range(draw.randint(2, 3))])
+    first, whole = 0, {}
+    for t in model.tensors:  # each element of the model is a number of its own
+        whole[t.name] = torch.arange(first, first + t.numel, dtype=torch.float32).view(t.shape)
+        first += t.numel
+    order = [x.ranks for x in launches(plan, model, bucket_bytes)]
+    given: dict[int, list[torch.Tensor]] = {}
+    for rank in plan.ranks:
+        local = cut(plan, model, rank, whole)
+        shards = Shards(
+            model, plan, rank, {n: nn.Parameter(torch.zeros_like(g)) for n, g in local.items()}
+        )
+        for shard, param in shards:
+            param.grad = local[shard.spec.name]
+        comm = DoublingComm(len(plan.ranks))
+        SegmentSync(comm, shards, bucket_bytes).run()
+        assert [ranks for ranks in order if rank in ranks] == comm.started
+        given[rank] = comm.given
+    for ranks in order:
+        together = [given[g].pop(0) for g in ranks]
+        assert all(len(x) == len(together[0]) for x in together)
+        for x in together:  # zeros: where another rank of the replica speaks
+            assert bool(((x == together[0]) | (x == 0) | (together[0] == 0)).all())
