@@ -34,6 +34,8 @@ SMALLER = {"3_to_1_2": (3, 1, 2)}  # what of several degrees fits the processes
 MAX_RANKS = 8
 IDEAL_GAIN = 1.5  # (K + 1) / 2 for one of two ranks K = 2 times slower
 TIMEOUT_S = 600.0
+UNEVEN_TRIES = 5
+CONTENTION_LIMIT = 1.25
 
 
 def run_task(world: int, **task: Any) -> dict[str, Any]:
@@ -148,23 +150,42 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def measure_uneven(rounds: int) -> dict[str, Any]:
-    """Gain of shares by measured speed where one of two ranks runs half of the time."""
+    """Gain of shares by measured speed where one of two ranks runs half of the time.
+
+    Only where the two cores are the ranks' own: a neighbour takes what a stopped rank leaves, and
+    the rank loses less by being stopped. So the quietest of a few tries is kept, judged by the
+    undisturbed control alone.
+    """
     if (os.cpu_count() or 1) < 2 or not hasattr(os, "sched_setaffinity"):
         return {"gain": None, "reason": "needs two cores that ranks can be pinned to"}
-    result = run_task(2, kind="uneven", rounds=2 * rounds, inner=20)
-    return {
+    tries = [run_task(2, kind="uneven", rounds=rounds, inner=10) for _ in range(UNEVEN_TRIES)]
+    result = min(tries, key=_contention)
+    found = {
         "seconds": timed(result),
+        "contention": _contention(result),
         "gain": ratio(result, "equal", "by_speed"),
         "shares": result["shares"],
         "speed_ratio": result["speed_ratio"],
         "duty_ms": [SLOW_ON_MS, SLOW_OFF_MS],
     }
+    if found["contention"] > CONTENTION_LIMIT:
+        found["gain_under_load"], found["gain"] = found["gain"], None
+        found["reason"] = (
+            f"others used the cores: control took {found['contention']:.2f} x its work"
+        )
+    return found
+
+
+def _contention(result: dict[str, Any]) -> float:
+    """Time of the undisturbed control over its own work per rank; 1 when the cores are free."""
+    control = timed(result)["equal_undisturbed"]
+    return 2 * control["median_ms"] / control["cpu_ms"]
 
 
 def targets(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures that have a target."""
     even, uneven = figures["even"], figures["uneven"]
-    gain = uneven["gain"] and uneven["gain"]["median"] / IDEAL_GAIN
+    gain = uneven["gain"]["median"] / IDEAL_GAIN if uneven["gain"] else None
     medians = {k: v["median_ms"] for k, v in even["seconds"].items()}
     rows = [
         ("even_vs_dtensor_ratio", even["ours_vs_dtensor"]["median"], "lower", 0.70, medians),
@@ -179,8 +200,9 @@ def targets(figures: dict[str, Any]) -> list[dict[str, Any]]:
             "unit": "x",
             "better": better,
             "target": target,
-            "met": value and (value <= target if better == "lower" else value >= target),
+            "met": None if value is None else (value <= target) == (better == "lower"),
             "beside": beside,
+            **({"reason": uneven["reason"]} if value is None else {}),
         }
         for name, value, better, target, beside in rows
     ]
@@ -192,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     args = parser.parse_args(argv)
-    figures = measure(4 if args.quick else 15)
+    figures = measure(4 if args.quick else 12)
     hardware = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, gloo"
     report = {
         "bench": "sync",

@@ -318,7 +318,8 @@ def _remove_empty(base: Path, job_id: str) -> None:
     """Take back directories that were made for nothing."""
     for path in (base / f"nutp-{os.getuid()}" / job_id, base / f"nutp-{os.getuid()}"):
         with contextlib.suppress(OSError):
-            path.rmdir()
+            if path.lstat().st_uid == os.getuid():
+                path.rmdir()
 
 
 def _reason(base: Path, error: OSError) -> str:

@@ -235,7 +235,7 @@ STEPS_AFTER = CAUGHT + "train(2)\nraise SystemExit(0)\n"
         ("sys.exit(3)", 3, True),
         ("sys.exit(-1)", 255, True),
         ("sys.exit('bad')", 1, True),
-        ("def f(): sys.exit(8)\nf()", 8, True),
+        ("def f(): train(1); return 8\nsys.exit(f())", 8, True),
         ("exit(4)", 4, True),
         ("raise ValueError('bad')", 1, True),
         ("raise KeyboardInterrupt", 130, True),
@@ -250,7 +250,10 @@ def test_exit_status_is_the_true_one_or_unknown(
     run_dir: Path, end: str, status: int, is_fault: bool
 ):
     """What the operating system is told is what the ring says, and a failure is a dead rank."""
-    done = _run(run_dir, "import sys, threading\n" + TRAIN + "train(1)\n" + end)
+    done = _run(
+        run_dir,
+        "import sys, threading\n" + TRAIN + ("" if "train(1)" in end else "train(1)\n") + end,
+    )
     assert status in (-1, done.returncode % 256) or done.returncode == -2
     ingest = JobIngest(run_dir)
     ingest.tick()
@@ -259,20 +262,29 @@ def test_exit_status_is_the_true_one_or_unknown(
     assert is_fault == bool(DeadRank().run(ingest.job, 0))
 
 
-def test_exit_status_of_a_program_on_the_engine_is_known(run_dir: Path, tmp_path: Path):
-    """Run as a module, attached by NTP_OBSERVER's function, ended by `sys.exit(main())`."""
-    (tmp_path / "program.py").write_text(
+@pytest.mark.parametrize(
+    ("has_bootstrap", "last_line"),
+    [(True, "sys.exit(main())"), (False, "code = main(); sys.exit(code)")],
+    ids=["run", "own launcher"],
+)
+def test_exit_status_of_a_program_on_the_engine_is_known(
+    run_dir: Path, tmp_path: Path, has_bootstrap: bool, last_line: str
+):
+    """Attached inside `main` by NTP_OBSERVER's function; run as a module, as the engine's is.
+
+    Without the bootstrap `sys.exit` must be looked up after `main`, as in `runtime.train`."""
+    program = (
         "import sys\n"
         "from sidecar.probe.attach import attach_engine\n"
         "def main():\n"
         "    attach_engine().step_begin(1)\n"
         "    return 5\n"
-        "if __name__ == '__main__':\n"
-        "    sys.exit(main())\n"
+        f"if __name__ == '__main__':\n    {last_line}\n"
     )
-    env = child_environment(
-        {"NTP_SIDECAR_RUN_DIR": str(run_dir), "PYTHONPATH": str(tmp_path)}, dict(os.environ)
-    )
+    (tmp_path / "program.py").write_text(program)
+    additions = {"NTP_SIDECAR_RUN_DIR": str(run_dir)}
+    paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+    env = child_environment(additions, paths) if has_bootstrap else {**paths, **additions}
     command = [sys.executable, "-m", "program"]
     assert subprocess.run(command, env=env, timeout=90).returncode == 5
     ingest = JobIngest(run_dir)

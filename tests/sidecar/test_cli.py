@@ -101,6 +101,12 @@ def test_cli_config_text_lists_every_setting(capsys: pytest.CaptureFixture[str])
         (["config", "--alertmanager-url", "am:9093"], "alertmanager_url is 'am:9093' (from --"),
         (["run", "--alertmanager-url", "nonsense", "--", "true"], "alertmanager_url"),
         (["daemon", "--run-dir", "x", "--alertmanager-url", "ftp://am"], "alertmanager_url"),
+        (["config", "--alertmanager-url", "zz"], "alertmanager_url is 'zz'"),
+        (["config", "--webhook-secret", "short"], "webhook secret"),
+        (["config", "--state-dir", "~no-such-user/x"], "--state-dir"),
+        (["config", "--host", "\u00fc..x"], "host"),
+        (["config", "--port", "\u0663"], "port"),
+        (["config", "--config", "/dev/zero"], "larger than"),
         (["run", "--host", "0.0.0.0", "--", "true"], "NTP_SIDECAR_TOKEN"),
     ],
 )

@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import random
+import sqlite3
 import stat
 import threading
 import time
@@ -218,6 +219,50 @@ def test_unreachable_endpoint_loses_nothing(tmp_path, caplog) -> None:
     assert caplog.text.count("will retry") == 1, "one line for an outage"
     assert "query-secret" not in caplog.text
     box.close()
+
+
+class FullDisk(Outbox):
+    """An outbox that can be read but for a while not written."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.failures_left = 3
+
+    def mark_delivered(self, message_id: str) -> None:
+        if self.failures_left:
+            self.failures_left -= 1
+            raise sqlite3.OperationalError("database or disk is full")
+        super().mark_delivered(message_id)
+
+
+def test_delivery_that_cannot_be_recorded_is_not_repeated(tmp_path, caplog) -> None:
+    """On a full disk the record is tried again, not the delivery; one line says so."""
+    box = FullDisk(tmp_path / "o.db", clock=time.time)
+    secret = new_secret()
+    with ScriptedReceiver(secret) as receiver:
+        sender = Sender(box, receiver.url, Signer(secret), rng=random.Random(1))
+        sender.start()
+        sender.send("m", b"{}")
+        receiver.wait_for(lambda r: len(r) == 1, 20)
+
+        def recorded() -> bool:
+            sender.wake()
+            return box.count(MessageState.DELIVERED) == 1
+
+        wait_until(recorded, "recorded", 20)
+        assert sender.stop(5)
+        assert receiver.ids == ["m"]
+    assert (sender.counts().delivered, caplog.text.count("trying again")) == (1, 1)
+    box.close()
+
+
+def test_outbox_that_is_no_database_is_refused(tmp_path) -> None:
+    """What will never work is said at once; what is locked or full now is not that."""
+    (tmp_path / "o.db").write_text("no database, and long enough to be seen as none" * 9)
+    with pytest.raises(sqlite3.DatabaseError):
+        Outbox(tmp_path / "o.db", clock=time.time)
+    with pytest.raises(sqlite3.OperationalError):
+        Outbox(tmp_path, clock=time.time)
 
 
 def test_stop_does_not_wait_for_a_silent_endpoint(tmp_path) -> None:

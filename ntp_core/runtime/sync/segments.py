@@ -40,7 +40,7 @@ class Slice:
         self.param = param
         self.counts = counts
         self._dim = dim
-        if True:  # rows: flat order is the same however touching spans are joined
+        if dim == 0:  # rows: flat order is the same however touching spans are joined
             spans = list(_joined(spans))
         self._spans = spans
         size = param.shape[dim]
