@@ -201,11 +201,17 @@ class Story:
             f"right; as a trace: {self._stage.url}/api/v1/changes",
             "green",
         )
-        if incident is not None and change["incident"] != incident:
-            raise StoryBroken(
-                f"the change belongs to incident {change['incident']}, not {incident}"
-            )
+        if incident is not None:
+            self._belongs(change, incident)
         return change
+
+    def _belongs(self, change: Data, incident: str) -> None:
+        """The change is the answer to this incident, or to a later one about the same rank."""
+        subjects = {i["id"]: i["subject"] for i in self._api.incidents()}
+        if subjects.get(change["incident"]) != subjects[incident]:
+            raise StoryBroken(
+                f"the change belongs to incident {change['incident']}, not to {incident}"
+            )
 
     def _await_judgement(self, reason: str) -> Data:
         def look() -> Data | None:
