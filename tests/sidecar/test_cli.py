@@ -156,9 +156,13 @@ def test_cli_run_unknown_command_gives_127() -> None:
 def test_cli_run_dead_sidecar_does_not_stop_the_job() -> None:
     """The job kills its sidecar and goes on to its own end."""
     script = (
-        "import json, os, signal, pathlib;"
-        "p = pathlib.Path(os.environ['NTP_SIDECAR_RUN_DIR']) / 'daemon.json';"
-        "os.kill(json.loads(p.read_text())['pid'], signal.SIGKILL); print('alive')"
+        "import json, os, signal, pathlib\n"
+        "p = pathlib.Path(os.environ['NTP_SIDECAR_RUN_DIR']) / 'daemon.json'\n"
+        "pid = json.loads(p.read_text())['pid']\n"
+        "os.kill(pid, signal.SIGKILL)\n"
+        "stat = pathlib.Path(f'/proc/{pid}/stat')\n"
+        "while stat.read_text().rpartition(')')[2].split()[0] != 'Z': pass\n"
+        "print('alive')"
     )
     done = command("run", "--port", "0", "--", sys.executable, "-c", script)
     assert (done.returncode, done.stdout) == (0, "alive\n")

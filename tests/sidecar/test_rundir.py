@@ -171,7 +171,7 @@ def test_remove_leaves_and_names_what_it_does_not_know(
     """Our files go, a stranger's file, folder and link target stay; said in one line, once."""
     path = rundir.create_run_dir("job", tmp_path)
     _ring_of(path, 1, 1)
-    for name in ("stop", "proposal.json", "proposal.refused.txt", "fault-3.json", "facts.draft"):
+    for name in ("stop", "proposal.json", "proposal.2.refused.txt", "fault-3.json", "facts.draft"):
         (path / name).touch()
     (tmp_path / "theirs").write_text("x")
     (path / "facts.json").symlink_to(tmp_path / "theirs")
