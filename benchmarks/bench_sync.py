@@ -158,7 +158,7 @@ def measure_uneven(rounds: int) -> dict[str, Any]:
     """
     if (os.cpu_count() or 1) < 2 or not hasattr(os, "sched_setaffinity"):
         return {"gain": None, "reason": "needs two cores that ranks can be pinned to"}
-    tries = [run_task(2, kind="uneven", rounds=rounds, inner=10) for _ in range(UNEVEN_TRIES)]
+    tries = [run_task(2, kind="uneven", rounds=rounds, inner=4) for _ in range(UNEVEN_TRIES)]
     result = min(tries, key=_contention)
     found = {
         "seconds": timed(result),
