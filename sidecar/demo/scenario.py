@@ -31,8 +31,8 @@ class Scenario:
     seq: int = 64
     healthy_steps: int = 30
     slow_rank: int = 1
-    on_ms: float = 1.2
-    off_ms: float = 10.0
+    on_ms: float = 0.7
+    off_ms: float = 13.0
     flip: Fault = FLIP
     calm_steps: int = 10
     act_s: float = 90.0
