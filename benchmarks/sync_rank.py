@@ -38,7 +38,7 @@ from sidecar.demo.duty import DutyCycle
 CONFIG = LlamaConfig(layers=4, width=240, heads=12, kv_heads=12, ffn=960, vocab=480)
 OVERLAP_SEQ = 64
 MLP_WIDTH, MLP_UNITS, MLP_UNIT, MLP_TOKENS = 512, 48, 64, 1024
-SLOW_ON_MS = SLOW_OFF_MS = 5.0
+SLOW_FACTOR = 2.0
 MEASURE_STEPS = 10
 
 Arm = Callable[[], object]
@@ -56,29 +56,37 @@ class CountingObserver(NullObserver):
         self.collectives += 1
 
 
-Seconds = dict[str, dict[str, list[float]]]  # clock -> arm -> by round
+Seconds = dict[str, dict[str, list[Any]]]  # what -> arm -> by round
 
 
 def interleave(comm: Comm, arms: dict[str, Arm], rounds: int, inner: int) -> Seconds:
-    """Seconds per repeat: "wall" of the slowest rank, "cpu" of all ranks and their threads."""
+    """Seconds per repeat, by arm and round.
+
+    "wall" of the slowest rank, "cpu" of all ranks and their threads, and "delay": how much longer a
+    rank took for its own work than it computed, by rank (wall outside collectives over cpu).
+    """
     for arm in arms.values():
         arm()
     names = list(arms)
-    taken = torch.zeros(len(names), rounds, dtype=torch.float64)
-    worked = torch.zeros(len(names), rounds, dtype=torch.float64)
+    wall = torch.zeros(len(names), rounds, dtype=torch.float64)
+    cpu = torch.zeros_like(wall)
+    delay = torch.zeros(len(names), rounds, len(comm.world), dtype=torch.float64)
     for number in range(rounds):
         order = [(number + k) % len(names) for k in range(len(names))]
         for i in reversed(order) if number % 2 else order:  # no arm always follows the same other
             comm.all_reduce(torch.zeros(1), comm.world)
-            begin, cpu = time.perf_counter(), time.process_time()
+            begin, worked, waited = time.perf_counter(), time.process_time(), comm.wait_ns
             for _ in range(inner):
                 arms[names[i]]()
-            taken[i, number] = (time.perf_counter() - begin) / inner
-            worked[i, number] = (time.process_time() - cpu) / inner
-    comm.all_reduce(taken, comm.world, dist.ReduceOp.MAX)
-    comm.all_reduce(worked, comm.world)
-    wall = dict(zip(names, taken.tolist(), strict=True))
-    return {"wall": wall, "cpu": dict(zip(names, worked.tolist(), strict=True))}
+            wall[i, number] = (time.perf_counter() - begin) / inner
+            cpu[i, number] = (time.process_time() - worked) / inner
+            own = wall[i, number] - (comm.wait_ns - waited) / 1e9 / inner
+            delay[i, number, comm.rank] = own / cpu[i, number]
+    comm.all_reduce(wall, comm.world, dist.ReduceOp.MAX)
+    comm.all_reduce(cpu, comm.world)
+    comm.all_reduce(delay, comm.world)
+    told = {"wall": wall, "cpu": cpu, "delay": delay}
+    return {k: dict(zip(names, t.tolist(), strict=True)) for k, t in told.items()}
 
 
 def sync_alone(comm: Comm, plan: str, rounds: int, inner: int) -> dict[str, Any]:
@@ -207,7 +215,7 @@ def _slow_down() -> DutyCycle:
     try:  # children inherit both
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, -20)
-        return DutyCycle(os.getpid(), SLOW_ON_MS, SLOW_OFF_MS)
+        return DutyCycle(os.getpid(), SLOW_FACTOR)
     finally:
         os.sched_setaffinity(0, cores)
         with contextlib.suppress(PermissionError):

@@ -18,9 +18,10 @@ class Scenario:
     Attributes:
         degrees: ranks of each replica.
         healthy_steps: steps before the first fault.
-        slow_rank: the rank that is slowed; it runs `on_ms` and stands still `off_ms`, in turn. With
-            five ranks on two cores each has 0.4 of a core anyway, so it must get less than that to
-            be the one that holds the others up.
+        slow_rank: the rank that is slowed.
+        slow_factor: how many times longer its own work takes then. With five ranks on two cores a
+            step takes 2.5 times a rank's work anyway; it must be well over that for the rank to be
+            the one that holds the others up.
         flip: the bit that is flipped.
         calm_steps: steps after the repair.
         act_s: longest time an act may take before the demo gives up.
@@ -31,8 +32,7 @@ class Scenario:
     seq: int = 64
     healthy_steps: int = 30
     slow_rank: int = 1
-    on_ms: float = 0.7
-    off_ms: float = 13.0
+    slow_factor: float = 6.0
     flip: Fault = FLIP
     calm_steps: int = 10
     act_s: float = 90.0

@@ -70,13 +70,13 @@ class Story:
     def _slow_rank(self) -> None:
         s, rank = self._scenario, self._scenario.slow_rank
         pid = next(r["pid"] for r in self._api.get("/api/v1/ranks")["ranks"] if r["rank"] == rank)
-        with DutyCycle(pid, s.on_ms, s.off_ms):
+        with DutyCycle(pid, s.slow_factor):
             since = self._api.job()["step"]
             leave_fault(self._stage.run_dir, slow(rank))
             self._tell.line(
                 "fault",
-                f"rank {rank} is stopped for {s.off_ms:g} ms after every {s.on_ms:g} ms "
-                f"(SIGSTOP to pid {pid}), from step {since + 1} on",
+                f"rank {rank} is made {s.slow_factor:g} times slower (pid {pid} is stopped, again "
+                f"and again, by SIGSTOP), after step {since}",
                 "yellow",
             )
             incident = self._await_incident("slow_rank", rank, since)

@@ -37,7 +37,7 @@ NAMED_S = 45.0
 MINUTE_S = 5.0
 """What a minute of the rules lasts: too long for a neighbour's noise to look like a slow rank."""
 SLOW_RANK = 1
-ON_MS, OFF_MS = 1.2, (30.0, 100.0, 300.0)
+FACTORS = (8.0, 30.0, 100.0)
 """Where neighbours take most of the processors the others are slow too; then it takes more."""
 SCENARIO = Scenario(batch=5, seq=32, max_steps=1_000_000)
 
@@ -66,13 +66,13 @@ class Watched:
     @contextmanager
     def slowed(self, pid: int) -> Iterator[dict[str, Any]]:
         """Slow a process until an alert says that a rank is slow, and for the block."""
-        for off_ms in OFF_MS:
-            with DutyCycle(pid, ON_MS, off_ms):
+        for factor in FACTORS:
+            with DutyCycle(pid, factor):
                 line = self.chain.log.look_for("NutpRankSlow", "firing", NAMED_S)
                 if line is not None:
                     yield line
                     return
-        raise AssertionError(f"no rank is called slow with pauses of {OFF_MS} ms")
+        raise AssertionError(f"no rank is called slow when made {FACTORS} times slower")
 
 
 @pytest.fixture(scope="module")
