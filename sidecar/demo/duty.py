@@ -3,11 +3,11 @@
 `python -m sidecar.demo.duty PID FACTOR` until its stdin closes, so that it can never outlive the
 demo; the process is continued on every way out.
 
-A fixed rhythm of stops would not do. Where neighbours crowd the host a stopped process misses little
-of what it would have got, so it is slowed less than meant; and a stop that falls into a wait for
-others costs the same whatever the process had to do. So the time it is held is steered by what its
-main thread got (`/proc/PID/schedstat`: nanoseconds on a processor and in the run queue;
-https://docs.kernel.org/scheduler/sched-stats.html): after every millisecond of that it is held for
+A fixed rhythm of stops would not do. Where neighbours crowd the host, a stopped process misses
+little of what it would have got, so it is slowed less than meant; and a stop that falls into a wait
+for others costs the same whatever the process had to do. So the time it is held is steered by what
+its main thread got (`/proc/PID/schedstat`: nanoseconds on a processor and in the run queue;
+https://docs.kernel.org/scheduler/sched-stats.html): for every millisecond of that it is held
 FACTOR - 1 milliseconds, and while it waits for others it is let be.
 """
 
