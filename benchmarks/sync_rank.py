@@ -247,11 +247,13 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    dist.init_process_group("gloo")  # for the arms that use torch's own groups
     comm = Comm.connect(rank, world_size, timeout_s=300.0)
     result = TASKS[task.pop("kind")](comm, **task)
     if rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(result))
     comm.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

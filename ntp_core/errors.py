@@ -7,6 +7,9 @@
     |   `-- StaleEpoch                   a message or proposal made for an older plan
     `-- JobFault                         the environment failed while the job ran
         |-- RanksDisagree                ranks stand at different steps or plans
+        |-- PeerLost                     a rank is gone, or others say so: regroup without it
+        |-- Fenced                       the others went on without this rank
+        |-- StateLost                    no living rank holds a part of the state any more
         |-- DivergenceUnresolved         replicas differ and nothing tells which one is right
         `-- CheckpointError              a checkpoint cannot be written, or is not what was saved
 
@@ -42,6 +45,18 @@ class JobFault(NtpError):
 
 class RanksDisagree(JobFault):
     """Ranks stand at different steps, epochs or plans."""
+
+
+class PeerLost(JobFault):
+    """A collective cannot end: a peer is gone, or does not answer, or others say so."""
+
+
+class Fenced(JobFault):
+    """The others have gone on without this rank; what it holds is old. It may join again."""
+
+
+class StateLost(JobFault):
+    """A part of parameters or optimizer state was held by lost ranks only."""
 
 
 class DivergenceUnresolved(JobFault):

@@ -48,9 +48,9 @@ def test_pool_hung_rank_times_out_with_its_stack_and_is_replaced(rank_pool: Rank
 def test_pool_expected_death_gives_the_survivors_answers(rank_pool: RankPool) -> None:
     """A body may kill its own process; the survivors see their group fail and answer."""
     assert rank_pool.run(bodies_pool.die_on, 2, expect_death={1}, rank=1) == [
-        "RuntimeError",
+        "PeerLost",
         None,
-    ], "the survivor's group fails with torch's own error"
+    ], "the survivor's collective says that a peer is lost"
     assert [t for _, t in rank_pool.run(bodies_pool.add_ranks, 2, start=0)] == [1, 1]
 
 

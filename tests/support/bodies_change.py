@@ -36,7 +36,7 @@ class DamagingComm(Comm):
     """Damages the first bytes that one rank receives through `all_to_all`, once."""
 
     def __init__(self, comm: Comm, rank: int, damage: Damage) -> None:
-        super().__init__(comm.rank, len(comm.world))
+        self.__dict__.update(vars(comm))  # the same groups
         self._damage: Damage | None = damage if comm.rank == rank else None
         self.damaged = 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ntp_core.errors import CheckpointError
+from ntp_core.errors import CheckpointError, PeerLost
 from ntp_core.job import SaveConfig, TrainConfig
 from ntp_core.observe import Reason
 from ntp_core.plan import Plan
@@ -120,7 +120,7 @@ def save_until_killed(
             if result.step == 1 and comm.rank == victim:
                 kill = (os.getpid(), signal.SIGKILL)
                 threading.Timer(delay_s, os.kill, kill).start()
-    except RuntimeError:  # a collective without the victim
+    except PeerLost:  # a collective without the victim
         comm.close()  # frees a rank that waits for this one
         return trainer.step
     raise AssertionError("the victim lived on")

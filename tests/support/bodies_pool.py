@@ -7,6 +7,7 @@ import signal
 
 import torch
 
+from ntp_core.errors import PeerLost
 from ntp_core.runtime.comm import Comm
 
 
@@ -42,7 +43,7 @@ def die_on(comm: Comm, rank: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         comm.all_reduce(torch.zeros(1), comm.world)
-    except RuntimeError as error:
+    except PeerLost as error:
         return type(error).__name__
     return "nothing"
 
