@@ -37,6 +37,9 @@ class When(IntEnum):
     AFTER_BACKWARD = 3
     BEFORE_OPTIMIZER = 4
     AFTER_OPTIMIZER = 5
+    IN_TRANSFER = 6  # of a change, before bytes are sent
+    BEFORE_ADOPTION = 7  # verified, not yet decided
+    AFTER_ADOPTION = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,30 @@ class SaveConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig:
+    """How a job bears the loss of ranks, and lets ranks in. All times in seconds.
+
+    Attributes:
+        least_part: a replica with less than this part of its first ranks is dropped, from 0 to 1.
+        timeout_s: a collective that takes longer counts as the loss of a peer.
+        silent_s: longest wait for a survivor that runs, or that cannot be seen, and does not come.
+        stopped_s: the same for one that is seen standing still.
+        newcomer_s: how long a newcomer waits to be let in.
+    """
+
+    least_part: float = 0.0
+    timeout_s: float = 60.0
+    silent_s: float = 30.0
+    stopped_s: float = 2.0
+    newcomer_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_number("least_part", self.least_part, 0, 1)
+        for name in ("timeout_s", "silent_s", "stopped_s", "newcomer_s"):
+            check_number(name, getattr(self, name), 0.1, 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A whole job, the same on every rank.
 
@@ -109,6 +133,7 @@ class JobConfig:
         calibrate: measure what units cost before the first step (about a second), so that ranks are
             judged and shares made by real costs; otherwise operations are counted.
         save: where to save, None for nowhere.
+        elastic: go on when ranks are lost; None: the loss of a rank ends the job.
     """
 
     train: TrainConfig
@@ -117,6 +142,7 @@ class JobConfig:
     obey_faults: bool = False
     calibrate: bool = False
     save: SaveConfig | None = None
+    elastic: ElasticConfig | None = None
 
     def __post_init__(self) -> None:
         check_whole("steps", self.steps, 0, MAX_STEPS)
@@ -125,7 +151,7 @@ class JobConfig:
 
     def to_json(self) -> str:
         """Text for a config file."""
-        save = self.save
+        save, elastic = self.save, self.elastic
         body = {
             "train": self.train.to_json(),
             "plan": self.plan.to_json(),
@@ -133,6 +159,7 @@ class JobConfig:
             "obey_faults": self.obey_faults,
             "calibrate": self.calibrate,
             "save": save and {f.name: getattr(save, f.name) for f in fields(SaveConfig)},
+            "elastic": elastic and {f.name: getattr(elastic, f.name) for f in fields(elastic)},
         }
         return json.dumps(body, indent=1)
 
@@ -144,7 +171,7 @@ class JobConfig:
             train = dict(body["train"])
             train["model"] = LlamaConfig(**train["model"])
             train["betas"] = tuple(train.get("betas", (0.9, 0.95)))
-            save = body.get("save")
+            save, elastic = body.get("save"), body.get("elastic")
             return cls(
                 train=TrainConfig(**train),
                 plan=Plan.from_json(body["plan"]),
@@ -152,6 +179,7 @@ class JobConfig:
                 obey_faults=body.get("obey_faults", False),
                 calibrate=body.get("calibrate", False),
                 save=None if save is None else SaveConfig(**save),
+                elastic=None if elastic is None else ElasticConfig(**elastic),
             )
         except InvalidInput:
             raise

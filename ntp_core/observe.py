@@ -58,6 +58,7 @@ class Reason(IntEnum):
     OPERATOR = 5
     REPAIR = 6
     NO_GAIN = 7
+    CONNECTION_LOST = 8
 
 
 class ChangeStatus(IntEnum):

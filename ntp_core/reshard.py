@@ -49,8 +49,13 @@ def moves(old: Plan, new: Plan, model: ModelUnits) -> tuple[Move, ...]:
     return moves_between(held_by_plan(old, model), held_by_plan(new, model), model)
 
 
-def moves_between(old: Held, new: Held, model: ModelUnits) -> tuple[Move, ...]:
-    """What each rank must get to hold `new` where `old` is held; every block must be held."""
+def moves_between(old: Held, new: Held, model: ModelUnits, turn: int = 0) -> tuple[Move, ...]:
+    """What each rank must get to hold `new` where `old` is held; every block must be held.
+
+    Args:
+        turn: 0 takes each block from its least loaded holder; each further turn from another one,
+            as long as there is one: for a second try where bytes came damaged.
+    """
     load: dict[int, int] = {}
     found: list[Move] = []
     for index, t in enumerate(model.tensors):
@@ -62,7 +67,8 @@ def moves_between(old: Held, new: Held, model: ModelUnits) -> tuple[Move, ...]:
                 if block in have:
                     continue
                 numel = block_numel(t, num_units, block)
-                src = min(holders[block], key=lambda g: (load.get(g, 0), g))
+                ranked = sorted(holders[block], key=lambda g: (load.get(g, 0), g))
+                src = ranked[turn % len(ranked)]
                 load[src] = load.get(src, 0) + numel
                 found.append(Move(index, block, src, dst, numel))
     return tuple(found)
@@ -78,7 +84,8 @@ def elements_lower_bound(old: Plan, new: Plan, model: ModelUnits) -> int:
     """
     total = 0
     for t in model.tensors:
-        if t.kind is None:
+        if t.kind is None:  # newcomers need it whole
+            total += t.numel * len(set(new.ranks).difference(old.ranks))
             continue
         num_units = model.counts[t.kind]
         last = num_units // t.sharing - 1

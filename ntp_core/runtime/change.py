@@ -3,10 +3,12 @@
     quiesce   all ranks stand at the same step with the same plans (digests and epoch compared)
     regroup   groups of the new plan are created
     transfer  only missing blocks move; new tensors are built beside the old ones
-    verify    fingerprint of every block and plane before = after, over all replicas
+    verify    fingerprint of every block and plane before = after, over all replicas; what came
+              damaged is fetched again from other holders
     resume    the new tensors are adopted; or rollback: they are dropped, plan A stays
 
-The old state is untouched until every rank knows that the new one is right.
+The old state is untouched until every rank knows that the new one is right. Ranks of plan A may be
+gone, then the others give what they held; ranks may be new, then they hold nothing of plan A.
 """
 
 from __future__ import annotations
@@ -15,37 +17,45 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from ntp_core.errors import RanksDisagree
+from ntp_core.faults import When
 from ntp_core.observe import ChangePhase, ChangeStatus
 from ntp_core.plan import Plan
 from ntp_core.proposal import Proposal
-from ntp_core.reshard import elements_lower_bound, moves_between
+from ntp_core.runtime.change_check import Vectors, bytes_lower_bound, is_kept, known_of
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.content import BlockIndex
+from ntp_core.runtime.elastic.absent import Absent
+from ntp_core.runtime.elastic.decision import Decisions
 from ntp_core.runtime.optim.planes import (
     Plane,
     adopt_state,
     copies_agree,
     optimizer_steps,
-    plane_bytes,
     planes_of,
     shared_fingerprints,
 )
 from ntp_core.runtime.parallel_model import ParallelModel
-from ntp_core.runtime.shards import KeptPlacement, Placement
+from ntp_core.runtime.shards import Placement
 from ntp_core.runtime.sync.modes import SyncMode, groups_of
 from ntp_core.runtime.transfer import Transferred, transfer
 
-Vectors = npt.NDArray[np.int64]  # [copies, blocks]
+MAX_TRIES = 3
+"""Transfers of one change before it is rolled back."""
+
+At = Callable[[When], None]
 
 
 class Changer:
-    """Carries out proposals on one rank."""
+    """Carries out proposals on one rank.
+
+    Args:
+        decisions: of this rank; a change is one.
+        at: told of the points of a change at which deliberate faults may strike.
+    """
 
     def __init__(
         self,
@@ -55,6 +65,8 @@ class Changer:
         *,
         seed: int,
         mode: SyncMode = SyncMode.SEGMENTS,
+        decisions: Decisions | None = None,
+        at: At = lambda when: None,
     ) -> None:
         self._comm = comm
         self._model = model
@@ -62,50 +74,93 @@ class Changer:
         self._seed = seed
         self._index = BlockIndex(model.units)
         self._mode = mode
+        self._decisions = decisions or Decisions()
+        self._at = at
         comm.ensure_groups(groups_of(model.shards, mode))
 
-    def apply(self, proposal: Proposal, step: int, adopt: Callable[[Plan], None]) -> bool:
+    def apply(
+        self,
+        proposal: Proposal,
+        step: int,
+        adopt: Callable[[Plan], None],
+        present: Plan | None = None,
+    ) -> bool:
         """Change to the proposal's plan; False when it was rolled back. Every rank takes part.
 
         Args:
             step: last committed step.
             adopt: called with the new plan once its tensors are in place.
+            present: plan A, where this rank is new to it; default: the plan of the model.
         """
-        old, new = self._model.shards.plan, proposal.plan
+        old, new = present or self._model.shards.plan, proposal.plan
         observer = self._comm.observer
         observer.change_begin(new.epoch, proposal.reason, old.digest, new.digest, step)
-        if self._comm.rank == 0:
+        if self._comm.is_leader:
             self._tell_prelude(proposal)
         with self._phase(new.epoch, ChangePhase.QUIESCE):
             agree(self._comm, [step, old.epoch, *_words(old.digest), *_words(new.digest)])
         placement = Placement(self._model.units, new, self._comm.rank)
         with self._phase(new.epoch, ChangePhase.REGROUP):
             self._comm.ensure_groups(groups_of(placement, self._mode))
-        planes = planes_of(self._model.shards, self._optimizer)
+        planes = self._planes(old)
         steps = optimizer_steps(self._comm, self._optimizer)
         before = self._fingerprints(planes)
-        moved = self._transfer(planes, new)
-        with self._phase(new.epoch, ChangePhase.VERIFY):
-            after = self._fingerprints(moved.planes)
-            silent = copies_agree(moved.planes, after, self._index, seed=self._seed)
-            total, whole = self._totals(moved, silent)
-        bound = _bytes_lower_bound(planes, moved.planes)  # now: `planes` follow the plan in force
-        good = whole and all(_is_kept(*pair) for pair in zip(before, after, strict=True))
-        with self._phase(new.epoch, ChangePhase.RESUME if good else ChangePhase.ROLLBACK):
-            if good:
-                self._commit(new, moved.planes, steps, adopt)
-        observer.change_end(
-            new.epoch,
-            ChangeStatus.COMMITTED if good else ChangeStatus.ROLLED_BACK,
-            total,
-            bound,
-            sum(v.size for v in after) if good else 0,
-        )
+        moved, after, total, good = self._bring(planes, before, new)
+        bound = bytes_lower_bound(planes, moved.planes)  # now: `planes` follow the plan in force
+
+        def act(words: torch.Tensor) -> None:
+            is_good = not int(words[0])
+            with self._phase(new.epoch, ChangePhase.RESUME if is_good else ChangePhase.ROLLBACK):
+                if is_good:
+                    self._commit(new, moved.planes, steps, adopt)
+            status = ChangeStatus.COMMITTED if is_good else ChangeStatus.ROLLED_BACK
+            verified = sum(v.size for v in after) if is_good else 0
+            observer.change_end(new.epoch, status, total, bound, verified)
+
+        self._at(When.BEFORE_ADOPTION)
+        self._decisions.take(self._comm, torch.tensor([float(not good)]).double(), act)
+        self._at(When.AFTER_ADOPTION)
         return good
 
-    def _transfer(self, planes: list[Plane], new: Plan) -> Transferred:
+    def _planes(self, old: Plan) -> list[Plane]:
+        planes = planes_of(self._model.shards, self._optimizer)
+        if self._comm.rank in old.ranks:
+            return planes
+        nowhere = Absent(self._model.units, old, self._comm.rank)
+        return [
+            Plane(
+                p.name,
+                nowhere,
+                [
+                    torch.zeros(s.shape, dtype=t.dtype, device=t.device)
+                    for s, t in zip(nowhere.shards, p.tensors, strict=True)
+                ],
+            )
+            for p in planes
+        ]
+
+    def _bring(
+        self, planes: list[Plane], before: list[Vectors], new: Plan
+    ) -> tuple[Transferred, list[Vectors], int, bool]:
+        """Transfer until it is right: what came, its fingerprints, bytes of all ranks and tries."""
+        known = [known_of(p.placement, self._index, self._comm.world) for p in planes]
+        total, good = 0, False
+        for turn in range(MAX_TRIES):
+            moved = self._transfer(planes, new, turn)
+            with self._phase(new.epoch, ChangePhase.VERIFY):
+                after = self._fingerprints(moved.planes)
+                silent = copies_agree(moved.planes, after, self._index, seed=self._seed)
+                count, whole = self._totals(moved, silent)
+            total += count
+            good = whole and all(map(is_kept, before, after, known))
+            if good:
+                break
+        return moved, after, total, good
+
+    def _transfer(self, planes: list[Plane], new: Plan, turn: int) -> Transferred:
         begin = time.monotonic_ns()
-        moved = transfer(self._comm, planes, new)
+        self._at(When.IN_TRANSFER)
+        moved = transfer(self._comm, planes, new, turn)
         self._comm.observer.change_phase(
             new.epoch, ChangePhase.TRANSFER, begin, time.monotonic_ns(), moved.bytes_received
         )
@@ -156,30 +211,6 @@ def agree(comm: Comm, words: list[int]) -> None:
             f"ranks do not stand at the same step and plan: largest {both[0].tolist()}, "
             f"smallest {(-both[1]).tolist()}, here {words} (step, epoch, plan digests)"
         )
-
-
-def _is_kept(before: Vectors, after: Vectors) -> bool:
-    """Every replica's content is what it was; all the same where replicas come or go."""
-    if before.shape == after.shape:
-        return bool((before == after).all())
-    return bool((before == before[0]).all() and (after == before[0]).all())
-
-
-def _bytes_lower_bound(old: list[Plane], new: list[Plane]) -> int:
-    """Bytes that any change to these shares must move, over all planes and ranks.
-
-    A plane that the job holds once has no choice of units left: what its keepers lack must move.
-    """
-    total = 0
-    for a, b in zip(old, new, strict=True):
-        model = a.placement.model
-        if isinstance(a.placement, KeptPlacement):
-            todo = moves_between(a.placement.held, b.placement.held, model)
-            total += sum(m.numel for m in todo) * plane_bytes(a)
-        else:
-            bound = elements_lower_bound(a.placement.plan, b.placement.plan, model)
-            total += bound * plane_bytes(a)
-    return total
 
 
 def _words(digest: str) -> tuple[int, int]:

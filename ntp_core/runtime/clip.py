@@ -45,12 +45,21 @@ class GradientClip:
 
     def share(self, loss_sum: float, control: int) -> Shared:
         """Sum over the world. Every rank takes part; gradients must be synced already."""
+        vector = self.vector(loss_sum, control)
+        self._comm.all_reduce(vector, self._comm.world)
+        return self.shared(vector)
+
+    def vector(self, loss_sum: float, control: int) -> torch.Tensor:
+        """This rank's part of the sum, float64; gradients must be synced already."""
         vector = torch.zeros(3 + self._index.total, dtype=torch.float64)
         for slots, (shard, param) in zip(self._slots, self._shards, strict=True):
             if slots is not None and param.grad is not None:
                 vector.index_add_(0, slots, self._squares(param.grad, shard.spec.dim))
         vector[0], vector[1], vector[2] = loss_sum, control, 0.0
-        self._comm.all_reduce(vector, self._comm.world)
+        return vector
+
+    def shared(self, vector: torch.Tensor) -> Shared:
+        """What the sum of all vectors says."""
         # math.fsum is exact and so does not depend on order either.
         norm = math.sqrt(math.fsum(vector[3:].tolist()))
         return Shared(float(vector[0]), norm, int(vector[1]))

@@ -84,7 +84,8 @@ class ReplicaCheck:
     def compare(self) -> Comparison:
         """Compare now. Every rank of the world takes part, with the key of its last note."""
         mine = self._vector()
-        table = np.zeros((2, len(self._comm.world), self.index.total), dtype=np.int64)
+        rows = self._comm.world[-1] + 1  # by global rank; ranks that are gone leave theirs empty
+        table = np.zeros((2, rows, self.index.total), dtype=np.int64)
         table[0, self._comm.rank] = mine
         if self._at_end is not None:
             table[1, self._comm.rank] = mine != self._at_end

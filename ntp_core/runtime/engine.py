@@ -26,12 +26,13 @@ from ntp_core.runtime.change import Changer
 from ntp_core.runtime.clip import GradientClip
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.compare import ReplicaCheck
+from ntp_core.runtime.elastic.decision import Decisions
 from ntp_core.runtime.faults import Faults
 from ntp_core.runtime.optim.planes import planes_of
 from ntp_core.runtime.parallel_model import ParallelModel
 from ntp_core.runtime.processor import ProcessorWait, queued_ns
 from ntp_core.runtime.repair import repair
-from ntp_core.runtime.sync.modes import Sync, SyncOptions, gradient_sync
+from ntp_core.runtime.sync.modes import Sync, SyncOptions, gradient_sync, groups_of
 
 MAX_REDOS = 3
 
@@ -73,7 +74,14 @@ class Engine:
         model: this rank's part of the model.
         optimizer: elementwise over the model's parameters.
         work: what units cost, for the observer.
-        control: called once a step; rank 0's word reaches every rank in `StepResult.control`.
+        control: called once a step; the leader's word reaches every rank in `StepResult.control`.
+        is_new: this rank joins a running job: it has the shape of the plan and not yet the content,
+            which a `change` from the plan in force brings.
+
+    Attributes:
+        step: the last committed step.
+        result: of it.
+        decisions: steps and changes that this rank made final.
     """
 
     def __init__(
@@ -85,6 +93,8 @@ class Engine:
         options: StepOptions | None = None,
         faults: Faults | None = None,
         control: Callable[[], int] = lambda: 0,
+        *,
+        is_new: bool = False,
     ) -> None:
         plan = model.shards.plan
         if plan.ranks != comm.world:
@@ -103,12 +113,23 @@ class Engine:
         self.plan = plan
         self.speeds: Mapping[int, float] = {}
         mode = self.options.sync.mode
-        self.changer = Changer(comm, model, optimizer, seed=self.options.seed, mode=mode)
+        self.decisions = Decisions()
+        self.result: StepResult | None = None
+        self.changer = Changer(
+            comm,
+            model,
+            optimizer,
+            seed=self.options.seed,
+            mode=mode,
+            decisions=self.decisions,
+            at=lambda when: self.faults.at(self.step, when, self.model.shards),
+        )
         self._control = control
         self._busy_ns = self._queued_ns = 0
         self._processor = ProcessorWait()
         self._build(plan)
-        self._announce()
+        if not is_new:
+            self._announce()
 
     @property
     def replica(self) -> int:
@@ -146,20 +167,42 @@ class Engine:
             redone += 1
             if redone > MAX_REDOS:
                 raise DivergenceUnresolved(f"step {step} was repaired {MAX_REDOS} times in vain")
-        total, norm, control = self._commit(step, loss)
-        mean = total / global_tokens
-        self.observer.value(Value.GRAD_NORM, step, norm)
-        took = time.monotonic_ns() - begin
-        self.observer.step_end(step, took, self._busy_ns, tokens, mean, self._queued_ns)
-        return StepResult(step, mean, norm, control, redone)
 
-    def change(self, proposal: Proposal) -> bool:
-        """Change to the proposal's plan between steps; False when it was rolled back."""
-        if not self.changer.apply(proposal, self.step, self._adopt):
-            return False
-        self.speeds = proposal.speeds
+        def act(words: torch.Tensor) -> None:
+            self._commit(step, words, global_tokens, redone)
+            took = time.monotonic_ns() - begin
+            assert self.result is not None
+            mean = self.result.loss
+            self.observer.step_end(step, took, self._busy_ns, tokens, mean, self._queued_ns)
+
+        self.faults.at(step, When.BEFORE_OPTIMIZER, self.model.shards)
+        word = self._control() if self.comm.is_leader else 0
+        with self._phase(step, Phase.OPTIMIZER):
+            part = self.clip.vector(loss if self._speaks else 0.0, word)
+        self.decisions.take(self.comm, part, act)
+        assert self.result is not None
+        return self.result
+
+    def change(self, proposal: Proposal, present: Plan | None = None) -> bool:
+        """Change to the proposal's plan between steps; False when it was rolled back.
+
+        Args:
+            present: the plan in force, where this rank has no place in it.
+        """
+
+        def adopt(plan: Plan) -> None:
+            self._adopt(plan)
+            self.speeds = proposal.speeds
+            self._announce()
+
+        return self.changer.apply(proposal, self.step, adopt, present)
+
+    def start_over(self, plan: Plan, tensors: list[torch.Tensor]) -> None:
+        """Take a plan and tensors without regard to what was: the content comes from elsewhere."""
+        self.model.adopt(plan, tensors)
+        self.comm.ensure_groups(groups_of(self.model.shards, self.options.sync.mode))
+        self._adopt(plan)
         self._announce()
-        return True
 
     def restore(self, step: int) -> None:
         """Stand after `step`: the content of model and optimizer is now that of a checkpoint."""
@@ -226,12 +269,10 @@ class Engine:
         self._announce()
         return False
 
-    def _commit(self, step: int, loss: float) -> tuple[float, float, int]:
-        """Clip and optimizer; the job's loss sum, gradient norm and control word."""
-        self.faults.at(step, When.BEFORE_OPTIMIZER, self.model.shards)
+    def _commit(self, step: int, words: torch.Tensor, tokens: int, redone: int) -> None:
+        """Clip and optimizer, as all ranks have decided."""
         with self._phase(step, Phase.OPTIMIZER):
-            word = self._control() if self.comm.rank == 0 else 0
-            shared = self.clip.share(loss if self._speaks else 0.0, word)
+            shared = self.clip.shared(words)
             limit = self.options.clip_norm
             if limit and shared.norm > limit:
                 self.clip.scale(limit / shared.norm)
@@ -239,7 +280,9 @@ class Engine:
         self.faults.at(step, When.AFTER_OPTIMIZER, self.model.shards)
         self.step = step
         self._note_bits()
-        return shared.loss_sum, shared.norm, shared.control
+        self.observer.value(Value.GRAD_NORM, step, shared.norm)
+        mean = shared.loss_sum / tokens
+        self.result = StepResult(step, mean, shared.norm, shared.control, redone)
 
     def _announce(self) -> None:
         announce_plan(

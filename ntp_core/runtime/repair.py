@@ -47,7 +47,7 @@ def repair(
         job goes on and the observer has been told so.
     """
     observer, plan = comm.observer, shards.plan
-    if comm.rank == 0:
+    if comm.is_leader:
         _tell(observer, plan, found, check, step)
     todo: dict[Blame, list[Move]] = {Blame.AT_REST: [], Blame.MAJORITY: []}
     for d in found.differences:

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,13 +22,18 @@ import torch
 from ntp_core.cost import Work
 from ntp_core.errors import InvalidInput, NtpError
 from ntp_core.inbound.plain_json import to_json
-from ntp_core.job import JobConfig
+from ntp_core.job import ElasticConfig, JobConfig
 from ntp_core.observe import NULL_OBSERVER, Observer
+from ntp_core.plan import Plan
+from ntp_core.planning.regroup import RegroupPolicy
 from ntp_core.runtime.calibrate import measure_work
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.data import ByteText, standard_library_text
+from ntp_core.runtime.elastic.loop import ElasticOptions, ElasticRank
+from ntp_core.runtime.elastic.membership import Membership, Patience
+from ntp_core.runtime.elastic.store import store_outside
 from ntp_core.runtime.faults import Faults
-from ntp_core.runtime.inbox import Inbox
+from ntp_core.runtime.inbox import NEWCOMERS, Inbox
 from ntp_core.runtime.trainer import Trainer
 
 NUM_BYTES = 256
@@ -57,7 +63,7 @@ def run_rank(config: JobConfig, losses: Path | None = None) -> None:
         raise InvalidInput(
             f"vocab = {config.train.model.vocab}: the text's tokens are bytes; give at least 256"
         )
-    if config.plan.ranks != tuple(range(world_size)):
+    if config.elastic is None and config.plan.ranks != tuple(range(world_size)):
         raise InvalidInput(
             f"the plan places ranks {list(config.plan.ranks)}, WORLD_SIZE is {world_size}; "
             "start as many ranks as the plan places"
@@ -65,34 +71,83 @@ def run_rank(config: JobConfig, losses: Path | None = None) -> None:
     torch.set_num_threads(1)
     text = ByteText(standard_library_text(), config.train.seq, config.train.seed)
     observer = load_observer(os.environ.get("NTP_OBSERVER"))
-    comm = Comm(0, 1, observer)
-    if world_size > 1:
-        comm = Comm.connect(rank, world_size, observer)
     folder = os.environ.get("NTP_INBOX")
     inbox = None if not folder else Path(folder)
     faults = Faults(rank, observer, folder=inbox if config.obey_faults else None)
+    if config.elastic is not None:
+        comm = Comm(rank, 1, observer, config.elastic.timeout_s)
+        act = partial(elastic_losses, config, config.elastic)
+    else:
+        comm = Comm(0, 1, observer)
+        if world_size > 1:
+            comm = Comm.connect(rank, world_size, observer)
+        act = partial(rigid_losses, config)
     try:
-        work = shared_work(config, comm) if config.calibrate else None
-        trainer = Trainer(
-            config.train, config.plan, comm, text, faults, Inbox(inbox, rank), work, config.save
-        )
-        if config.save is not None and config.save.resume:
-            trainer.resume()
-        kept = [r.loss for r in trainer.train(config.steps - trainer.step)]
+        kept = act(comm, text, faults, Inbox(inbox))
     finally:
         comm.close()
-    if losses is not None and rank == 0:
+    if losses is not None and comm.is_leader:
         losses.write_text(to_json(kept))
 
 
+def rigid_losses(
+    config: JobConfig, comm: Comm, text: ByteText, faults: Faults, inbox: Inbox
+) -> list[float]:
+    """Train to the end; the loss of a rank ends the job."""
+    work = shared_work(config, comm) if config.calibrate else None
+    trainer = Trainer(config.train, config.plan, comm, text, faults, inbox, work, config.save)
+    if config.save is not None and config.save.resume:
+        trainer.resume()
+    return [r.loss for r in trainer.train(config.steps - trainer.step)]
+
+
+def elastic_losses(
+    config: JobConfig,
+    elastic: ElasticConfig,
+    comm: Comm,
+    text: ByteText,
+    faults: Faults,
+    inbox: Inbox,
+) -> list[float]:
+    """Train to the end, whatever ranks go and come."""
+    patience = Patience(
+        silent_s=elastic.silent_s, stopped_s=elastic.stopped_s, newcomer_s=elastic.newcomer_s
+    )
+    store = store_outside(os.environ)
+    membership = Membership(store, comm.rank, patience)
+
+    def control() -> int:
+        return inbox.control() | (NEWCOMERS if membership.has_newcomers() else 0)
+
+    def make(plan: Plan, work: Work | None, *, is_new: bool) -> Trainer:
+        if work is None and config.calibrate:
+            work = shared_work(config, comm)
+        save = config.save
+        return Trainer(
+            config.train, plan, comm, text, faults, inbox, work, save, control, is_new=is_new
+        )
+
+    rank = ElasticRank(
+        config.plan,
+        config.train.model.units(),
+        config.steps,
+        comm,
+        store,
+        membership,
+        make,
+        ElasticOptions(policy=RegroupPolicy(least_part=elastic.least_part)),
+    )
+    return rank.run()
+
+
 def shared_work(config: JobConfig, comm: Comm) -> Work:
-    """Work as rank 0 measures it while the others wait; the same on every rank."""
+    """Work as the leader measures it while the others wait; the same on every rank."""
     data = None
-    if comm.rank == 0:
+    if comm.is_leader:
         r = config.plan.replicas[0]
         data = json.dumps(measure_work(config.train, len(r.ranks), r.batch).to_json()).encode()
     if len(comm.world) > 1:
-        data = comm.broadcast_bytes(data, 0)
+        data = comm.broadcast_bytes(data, comm.world[0])
     return Work.from_json(json.loads(data or b"{}"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ntp_core.runtime.inbox import STOP, Inbox
 from ntp_core.runtime.layers import TensorParallelGroup
 from ntp_core.runtime.model import Llama
 from ntp_core.runtime.optim.adamw import DTYPES, PlaneAdamW, StateOptions
+from ntp_core.runtime.shards import shards_of
 
 
 class Trainer:
@@ -29,6 +30,8 @@ class Trainer:
     Args:
         work: what units cost; default: by counting operations.
         save: where the state is saved; None for nowhere.
+        control: the leader's word of each step; default: what the inbox says.
+        is_new: this rank joins a running job (see `Engine`).
     """
 
     def __init__(
@@ -41,11 +44,14 @@ class Trainer:
         inbox: Inbox | None = None,
         work: Work | None = None,
         save: SaveConfig | None = None,
+        control: Callable[[], int] | None = None,
+        *,
+        is_new: bool = False,
     ) -> None:
         self.config = config
         self.comm = comm
         self.text = text
-        self.inbox = inbox or Inbox(None, comm.rank)
+        self.inbox = inbox or Inbox(None)
         group = TensorParallelGroup(comm, plan.replicas[plan.place(comm.rank)[0]].ranks)
         self.model = Llama(config.model, group, plan, comm.rank, config.seed)
         self.model.recompute = config.recompute
@@ -65,7 +71,8 @@ class Trainer:
                 clip_norm=config.clip_norm, check_every=config.check_every, seed=config.seed
             ),
             faults,
-            self.inbox.control,
+            control or self.inbox.control,
+            is_new=is_new,
         )
 
     @property
@@ -102,7 +109,7 @@ class Trainer:
         """Commit up to `steps` steps, taking proposals between them; ends early when told to."""
         for number in range(1, steps + 1):
             result = self.train_step()
-            self._save(is_last=number == steps or bool(result.control & STOP))
+            self.save(is_last=number == steps or bool(result.control & STOP))
             yield result
             if result.control & STOP:
                 return
@@ -115,10 +122,9 @@ class Trainer:
             group["lr"] = self.config.lr * min(1.0, step / max(1, self.config.warmup))
         replicas, mine = self.plan.replicas, self.engine.replica
         first, count = sum(r.batch for r in replicas[:mine]), replicas[mine].batch
-        batch_BT = self.text.batch(step, first, count)
         return self.engine.train_step(
-            torch.split(batch_BT, self.config.micro_batch or count),
-            self.model.loss_sum,
+            self.text.micro_batches(step, first, count, self.config.micro_batch),
+            lambda b: self.model.loss_sum(b.tokens, step=b.step, first=b.first),
             tokens=count * seq,
             global_tokens=self.plan.global_batch * seq,
         )
@@ -129,7 +135,33 @@ class Trainer:
         if proposal is not None:
             self.engine.change(proposal)
 
-    def _save(self, *, is_last: bool) -> None:
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to go back to, as seen from this rank."""
+        return self.checkpoints is not None and self.checkpoints.folder.latest() is not None
+
+    @property
+    def has_divided_state(self) -> bool:
+        """Optimizer state is kept once in the job, so that a lost rank takes a part of it along."""
+        return isinstance(self.optimizer, PlaneAdamW) and self.optimizer.is_dealt
+
+    def go_back(self, plan: Plan) -> None:
+        """To the latest checkpoint, under another plan. Every rank of it takes part.
+
+        Raises:
+            CheckpointError: there is none, or it is not what was saved.
+        """
+        shards = shards_of(self.model.units, plan, self.comm.rank)
+        tensors = [
+            torch.zeros(s.shape, dtype=p.dtype)
+            for s, p in zip(shards, self.model.shards.params, strict=True)
+        ]
+        self.engine.start_over(plan, tensors)
+        if not self.resume():
+            raise CheckpointError("there is no checkpoint to go back to")
+
+    def save(self, *, is_last: bool) -> None:
+        """Save the state if it is due. Every rank takes part, between steps."""
         if self.checkpoints is None or self.save_config is None:
             return
         every = self.save_config.every

@@ -38,10 +38,13 @@ class _Task:
     todo: Sequence[Move]
 
 
-def transfer(comm: Comm, planes: Sequence[Plane], new: Plan) -> Transferred:
-    """These planes under the plan `new`. Every rank of the world takes part.
+def transfer(comm: Comm, planes: Sequence[Plane], new: Plan, turn: int = 0) -> Transferred:
+    """These planes under the plan `new`. Every rank of the world takes part; only they give.
 
     Never raises for what a peer sent: the caller verifies, and rolls back when told incomplete.
+
+    Args:
+        turn: grows with each try; another one takes blocks from other holders.
     """
     known: dict[int, tuple[Placement, tuple[Move, ...]]] = {}
     tasks = []
@@ -49,7 +52,8 @@ def transfer(comm: Comm, planes: Sequence[Plane], new: Plan) -> Transferred:
         here = plane.placement
         if id(here) not in known:
             there = here.under(new)
-            known[id(here)] = there, moves_between(here.held, there.held, here.model)
+            held = [{g: b for g, b in of.items() if g in comm.world} for of in here.held]
+            known[id(here)] = there, moves_between(held, there.held, here.model, turn)
         there, todo = known[id(here)]
         tensors = [
             torch.zeros(s.shape, dtype=old.dtype, device=old.device)

@@ -10,6 +10,7 @@ import pytest
 
 from ntp_core.observe import ChangePhase, ChangeStatus, Reason
 from ntp_core.plan import Layout, Plan, ReplicaPlan
+from ntp_core.runtime.change import MAX_TRIES
 from ntp_core.units import ModelUnits
 from tests.support import bodies_change
 from tests.support.bodies_train import Told, train
@@ -231,9 +232,10 @@ def test_change_damaged_in_flight_is_rolled_back(
         folder=tmp_path,
         rank=rank,
         damage=damage,
+        times=MAX_TRIES,
     )
     told = [t for t, _ in answers]
-    assert sum(damaged for _, damaged in answers) == 1, "the fault fired"
+    assert sum(damaged for _, damaged in answers) == MAX_TRIES, "the fault fired"
     for t, p in zip(told, plain, strict=True):
         assert (first.digest, 1) == (t.digest, t.epoch)
         (end,) = calls_of(t.calls, "change_end")
@@ -257,9 +259,39 @@ def test_change_after_a_rollback_is_committed(rank_pool: RankPool, tmp_path: Pat
         folder=tmp_path,
         rank=1,
         damage=bodies_change.flip_bit,
+        times=MAX_TRIES,
     )
     for told, _ in answers:
         assert (new.digest, 2) == (told.digest, told.epoch)
+
+
+@pytest.mark.parametrize("damage", [bodies_change.flip_bit, bodies_change.lose_end])
+def test_change_damaged_once_is_fetched_again(
+    rank_pool: RankPool, tmp_path: Path, damage: bodies_change.Damage
+) -> None:
+    """What came wrong comes again, from other holders where there are; then it is verified."""
+    first = even(GROUPED, (2, 1), (3, 3))
+    new = reshared(first, [{A: (2, 4), M: (8, 4), V: (9, 3)}, {A: (6,), M: (12,), V: (12,)}])
+    plain = run(rank_pool, first, ((2, new),), tmp_path)
+    answers = rank_pool.run(
+        bodies_change.train_with_damage,
+        3,
+        config=CONFIG,
+        plan=first,
+        steps=STEPS,
+        changes=((2, new),),
+        folder=tmp_path,
+        rank=1,
+        damage=damage,
+        times=1,
+    )
+    assert sum(damaged for _, damaged in answers) == 1, "the fault fired"
+    for (told, _), p in zip(answers, plain, strict=True):
+        (end,) = calls_of(told.calls, "change_end")
+        assert end[1] == ChangeStatus.COMMITTED
+        assert end[3] < end[2] <= 2 * end[3], "moved twice, but for what was lost"
+        assert (new.digest, 2) == (told.digest, told.epoch)
+        assert p.losses == told.losses
 
 
 @pytest.mark.parametrize("case", ["plan", "step"])

@@ -135,7 +135,7 @@ def test_inbox_proposal_that_does_not_fit_is_set_aside(tmp_path: Path, case: str
     """Stale, foreign, malformed or hostile: nothing is raised, the reason is beside the file."""
     content, reason = REFUSED[case]
     (tmp_path / FILE_NAME).write_bytes(content)
-    inbox = Inbox(tmp_path, 0)
+    inbox = Inbox(tmp_path)
     assert inbox.control() == PROPOSAL
     assert None is inbox.take(PROPOSAL, Comm(0, 1), FIRST, GROUPED.units())
     assert inbox.refused == 1
@@ -147,7 +147,7 @@ def test_inbox_proposal_that_does_not_fit_is_set_aside(tmp_path: Path, case: str
 def test_inbox_good_proposal_is_taken_once(tmp_path: Path) -> None:
     """What fits comes back whole, and the file is gone."""
     (tmp_path / FILE_NAME).write_text(GOOD.to_json())
-    inbox = Inbox(tmp_path, 0)
+    inbox = Inbox(tmp_path)
     assert inbox.take(inbox.control(), Comm(0, 1), FIRST) == GOOD
     assert inbox.control() == 0
     assert list(tmp_path.iterdir()) == []
@@ -157,15 +157,14 @@ def test_inbox_hears_stop_and_proposal_together(tmp_path: Path) -> None:
     """Both wishes fit into one control word; without a folder, or on another rank, none."""
     (tmp_path / STOP_FILE).touch()
     (tmp_path / FILE_NAME).touch()
-    assert Inbox(tmp_path, 0).control() == STOP | PROPOSAL
-    assert Inbox(tmp_path, 1).control() == 0
-    assert Inbox(None, 0).control() == 0
-    assert None is Inbox(tmp_path, 0).take(STOP, Comm(0, 1), FIRST)
+    assert Inbox(tmp_path).control() == STOP | PROPOSAL
+    assert Inbox(None).control() == 0
+    assert None is Inbox(tmp_path).take(STOP, Comm(0, 1), FIRST)
 
 
 def test_inbox_file_that_vanished_is_refused(tmp_path: Path) -> None:
     """Between the look and the read the file may go; that is no reason to fall over."""
-    inbox = Inbox(tmp_path, 0)
+    inbox = Inbox(tmp_path)
     assert None is inbox.take(PROPOSAL, Comm(0, 1), FIRST)
     assert inbox.refused == 1
 
@@ -177,7 +176,7 @@ def test_inbox_what_is_no_file_is_set_aside_at_once(
 ) -> None:
     """A folder, a pipe, a socket or a link says nothing to the job, and holds no step up."""
     plant(tmp_path / name)
-    inbox = Inbox(tmp_path, 0)
+    inbox = Inbox(tmp_path)
     assert inbox.control() == 0
     assert inbox.refused == 1
     assert not os.path.lexists(tmp_path / name)
@@ -191,7 +190,7 @@ def test_inbox_what_cannot_be_moved_is_ignored_for_good(tmp_path: Path) -> None:
         mark = f".{number}" if number else ""
         (tmp_path / f"proposal{mark}.refused.json" / "full").mkdir(parents=True)
     (tmp_path / FILE_NAME).mkdir()
-    inbox = Inbox(tmp_path, 0)
+    inbox = Inbox(tmp_path)
     assert [inbox.control(), inbox.control(), inbox.refused] == [0, 0, 1]
     (tmp_path / FILE_NAME).rmdir()
     (tmp_path / FILE_NAME).write_text(GOOD.to_json())
@@ -201,7 +200,7 @@ def test_inbox_what_cannot_be_moved_is_ignored_for_good(tmp_path: Path) -> None:
 def test_inbox_file_swapped_for_a_pipe_is_refused(tmp_path: Path) -> None:
     """What was a file at the look and is a pipe at the read does not block rank 0."""
     (tmp_path / FILE_NAME).touch()
-    inbox = Inbox(tmp_path, 0)
+    inbox = Inbox(tmp_path)
     control = inbox.control()
     (tmp_path / FILE_NAME).unlink()
     os.mkfifo(tmp_path / FILE_NAME)

@@ -33,21 +33,23 @@ def lose_end(data: torch.Tensor) -> torch.Tensor:
 
 
 class DamagingComm(Comm):
-    """Damages the first bytes that one rank receives through `all_to_all`, once."""
+    """Damages the first bytes that one rank receives through `all_to_all`, in so many calls."""
 
-    def __init__(self, comm: Comm, rank: int, damage: Damage) -> None:
+    def __init__(self, comm: Comm, rank: int, damage: Damage, times: int) -> None:
         self.__dict__.update(vars(comm))  # the same groups
-        self._damage: Damage | None = damage if comm.rank == rank else None
+        self._damage = damage
+        self._left = times if comm.rank == rank else 0
         self.damaged = 0
 
     def all_to_all(self, send: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it should be, but for the damage."""
         received = super().all_to_all(send)
         for source, data in enumerate(received):
-            if self._damage is not None and len(data):
+            if self._left and len(data):
                 received[source] = self._damage(data)
-                self._damage = None
+                self._left -= 1
                 self.damaged += 1
+                break
         return received
 
 
@@ -60,9 +62,10 @@ def train_with_damage(
     folder: Path,
     rank: int,
     damage: Damage,
+    times: int,
 ) -> tuple[Told, int]:
     """Train through changes whose transfer is damaged on one rank; and how often it was."""
-    damaging = DamagingComm(comm, rank, damage)
+    damaging = DamagingComm(comm, rank, damage, times)
     told = train(damaging, config, plan, steps, changes=changes, folder=folder)
     return told, damaging.damaged
 

@@ -26,16 +26,16 @@ def agreed(comm: Comm, act: Callable[[], T]) -> T:
         result.append(act())
     except (OSError, CheckpointError) as caught:
         error = str(caught) or type(caught).__name__
-    size = len(comm.world)
-    word = torch.tensor([comm.rank if error else size], dtype=torch.int64)
+    nobody = comm.world[-1] + 1
+    word = torch.tensor([comm.rank if error else nobody], dtype=torch.int64)
     first = int(comm.all_reduce(word, comm.world, dist.ReduceOp.MIN))
-    if first < size:
+    if first < nobody:
         told = comm.broadcast_bytes(error.encode() if comm.rank == first else None, first)
         raise CheckpointError(f"rank {first}: {told.decode()}")
     return result[0]
 
 
 def from_first(comm: Comm, act: Callable[[], str]) -> str:
-    """What `act` gives on rank 0, on every rank. Raises CheckpointError on every rank."""
-    text = agreed(comm, lambda: act() if comm.rank == 0 else "")
-    return comm.broadcast_bytes(text.encode() if comm.rank == 0 else None, 0).decode()
+    """What `act` gives on the leader, on every rank. Raises CheckpointError on every rank."""
+    text = agreed(comm, lambda: act() if comm.is_leader else "")
+    return comm.broadcast_bytes(text.encode() if comm.is_leader else None, comm.world[0]).decode()

@@ -65,15 +65,15 @@ def write_planes(planes: Sequence[Plane], writer: PartWriter) -> Runs:
 
 
 def gather(comm: Comm, files: list[PartFile], runs: Runs) -> tuple[list[PartFile], Runs]:
-    """All ranks' files and runs, with files numbered through the checkpoint; on rank 0."""
+    """All ranks' files and runs, with files numbered through the checkpoint; on the leader."""
     listed = [[p, i, r.first, r.stop, r.stride, r.file] for (p, i), of in runs.items() for r in of]
     record = {"files": [[f.name, f.size_bytes, f.header_digest] for f in files], "runs": listed}
     data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
     nothing = torch.empty(0, dtype=torch.uint8)
-    received = comm.all_to_all([data if g == 0 else nothing for g in comm.world])
+    received = comm.all_to_all([data if g == comm.world[0] else nothing for g in comm.world])
     all_files: list[PartFile] = []
     all_runs: Runs = {}
-    for part in received if comm.rank == 0 else []:
+    for part in received if comm.is_leader else []:
         record = json.loads(part.numpy().tobytes())
         for p, i, first, stop, stride, file in record["runs"]:
             run = BlockRun(first, stop, stride, len(all_files) + file)

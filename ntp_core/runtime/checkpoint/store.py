@@ -152,14 +152,14 @@ class Checkpoints:
 
     def _write(self, step: int, planes: list[Plane], writer: PartWriter) -> Runs:
         comm, folder = self._comm, self.folder
-        agreed(comm, lambda: folder.begin(step) if comm.rank == 0 else None)
+        agreed(comm, lambda: folder.begin(step) if comm.is_leader else None)
         return self._or_discard(step, lambda: agreed(comm, lambda: write_planes(planes, writer)))
 
     def _or_discard(self, step: int, act: Callable[[], T]) -> T:
         try:
             return act()
         except CheckpointError:
-            if self._comm.rank == 0:
+            if self._comm.is_leader:
                 with suppress(OSError):  # what is left does no harm; the next save removes it
                     self.folder.discard(step)
             raise
