@@ -46,6 +46,7 @@ class ChangePhase(IntEnum):
     VERIFY = 6
     RESUME = 7
     ROLLBACK = 8
+    RESTORE = 9  # from a checkpoint: no rank held the state any more
 
 
 class Reason(IntEnum):

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ntp_core.errors import RanksDisagree
+from ntp_core.errors import PeerLost, RanksDisagree
 from ntp_core.faults import When
 from ntp_core.observe import ChangePhase, ChangeStatus
 from ntp_core.plan import Plan
@@ -93,8 +93,21 @@ class Changer:
             present: plan A, where this rank is new to it; default: the plan of the model.
         """
         old, new = present or self._model.shards.plan, proposal.plan
-        observer = self._comm.observer
-        observer.change_begin(new.epoch, proposal.reason, old.digest, new.digest, step)
+        self._comm.observer.change_begin(new.epoch, proposal.reason, old.digest, new.digest, step)
+        try:
+            return self._apply(proposal, step, adopt, old)
+        except (PeerLost, RanksDisagree):
+            if not self._decisions.is_pending:  # otherwise it is not known yet
+                self._fail(new.epoch)
+            raise
+
+    def _fail(self, epoch: int) -> None:
+        self._comm.observer.change_end(epoch, ChangeStatus.FAILED, 0, 0, 0)
+
+    def _apply(
+        self, proposal: Proposal, step: int, adopt: Callable[[Plan], None], old: Plan
+    ) -> bool:
+        observer, new = self._comm.observer, proposal.plan
         if self._comm.is_leader:
             self._tell_prelude(proposal)
         with self._phase(new.epoch, ChangePhase.QUIESCE):
@@ -118,7 +131,8 @@ class Changer:
             observer.change_end(new.epoch, status, total, bound, verified)
 
         self._at(When.BEFORE_ADOPTION)
-        self._decisions.take(self._comm, torch.tensor([float(not good)]).double(), act)
+        words = torch.tensor([float(not good)], dtype=torch.float64)
+        self._decisions.take(self._comm, words, act, lambda: self._fail(new.epoch))
         self._at(When.AFTER_ADOPTION)
         return good
 

@@ -18,6 +18,9 @@ from ntp_core.runtime.comm import Comm
 Act = Callable[[torch.Tensor], None]
 
 
+def _nothing() -> None: ...
+
+
 class Decisions:
     """The decisions of one rank, in order; the order is the same on all.
 
@@ -30,22 +33,30 @@ class Decisions:
         self.count = 0
         self.words = torch.zeros(0, dtype=torch.float64)
         self._act: Act | None = None
+        self._undo: Callable[[], None] = _nothing
 
     @property
     def is_pending(self) -> bool:
         """This rank has put its part in and does not know what came out."""
         return self._act is not None
 
-    def take(self, comm: Comm, words: torch.Tensor, act: Act) -> None:
+    def take(
+        self,
+        comm: Comm,
+        words: torch.Tensor,
+        act: Act,
+        undo: Callable[[], None] = _nothing,
+    ) -> None:
         """Sum `words` (float64) over the world and act on the result. Every rank takes part.
 
         Args:
             act: local work only: nothing in it may wait for another rank.
+            undo: called instead of `act` when it turns out that nobody knows the result.
 
         Raises:
             PeerLost: the sum did not end here; the decision is pending.
         """
-        self._act = act
+        self._act, self._undo = act, undo
         comm.all_reduce(words, comm.world)
         self.hear(words)
 
@@ -59,4 +70,6 @@ class Decisions:
 
     def drop(self) -> None:
         """Nobody has the result: the decision was not made."""
-        self._act = None
+        if self._act is not None:
+            self._act = None
+            self._undo()

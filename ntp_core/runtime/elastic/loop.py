@@ -22,7 +22,8 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ntp_core.cost import Work
-from ntp_core.errors import Fenced, PeerLost, StateLost
+from ntp_core.errors import Fenced, NtpError, PeerLost, StateLost
+from ntp_core.observe import ChangePhase, ChangeStatus
 from ntp_core.plan import Plan
 from ntp_core.planning.regroup import RegroupPolicy
 from ntp_core.proposal import Proposal
@@ -102,6 +103,7 @@ class ElasticRank:
         self._is_new = self._is_torn = False
         self._stage = SAVED
         self._control = 0
+        self._tried = 0
         comm.fence = lambda: membership.is_called(comm.generation + 1)
 
     @property
@@ -228,7 +230,7 @@ class ElasticRank:
     def _hello(self) -> Hello:
         m = self._membership
         if self._trainer is None:
-            return Hello(rank=self.comm.rank, identity=m.identity, is_new=True)
+            return Hello(rank=self.comm.rank, identity=m.identity, is_new=True, tried=self._tried)
         engine = self.trainer.engine
         return Hello(
             rank=self.comm.rank,
@@ -239,6 +241,7 @@ class ElasticRank:
             step=engine.step,
             stage=self._stage,
             epoch=engine.plan.epoch,
+            tried=self._tried,
             is_torn=self._is_torn,
         )
 
@@ -281,7 +284,7 @@ class ElasticRank:
         if self._is_new:
             self._take_over(told, found)
         if outcome.restore:
-            self._restore(outcome)
+            self._restore(outcome, present)
         else:
             self._change(outcome, present, told["speeds"])
         self._is_new = False
@@ -344,6 +347,7 @@ class ElasticRank:
 
     def _change(self, outcome: Outcome, present: Plan, speeds: dict[str, float]) -> None:
         engine = self.trainer.engine
+        self._tried = outcome.plan.epoch
         if not self._is_new:
             engine.plan = engine.model.shards.plan = present
         proposal = Proposal(
@@ -357,11 +361,21 @@ class ElasticRank:
         if not engine.change(proposal, present):
             raise StateLost("what the survivors hold could not be brought over bit by bit")
 
-    def _restore(self, outcome: Outcome) -> None:
+    def _restore(self, outcome: Outcome, present: Plan) -> None:
         """Go back to the last checkpoint, under the new plan."""
-        self._is_torn = True
-        self.trainer.go_back(outcome.plan)
+        observer, plan, begin = self.comm.observer, outcome.plan, time.monotonic_ns()
+        observer.change_begin(
+            plan.epoch, outcome.reason, present.digest, plan.digest, self.trainer.step
+        )
+        self._tried, self._is_torn = plan.epoch, True
+        try:
+            self.trainer.go_back(plan)
+        except NtpError:
+            observer.change_end(plan.epoch, ChangeStatus.FAILED, 0, 0, 0)
+            raise
         self._is_torn = False
+        observer.change_phase(plan.epoch, ChangePhase.RESTORE, begin, time.monotonic_ns(), 0)
+        observer.change_end(plan.epoch, ChangeStatus.COMMITTED, 0, 0, 0)
         self.losses = self.losses[: self.trainer.step]
 
 

@@ -57,6 +57,7 @@ class Hello:
         step: the last committed one.
         stage: how far it is with what follows that step.
         epoch: of its plan.
+        tried: the newest epoch that it has begun to change to.
         is_torn: it was stopped while it went back to a checkpoint; what it holds is of no use.
     """
 
@@ -68,6 +69,7 @@ class Hello:
     step: int = 0
     stage: int = 0
     epoch: int = 0
+    tried: int = 0
     is_torn: bool = False
 
     def to_json(self) -> str:

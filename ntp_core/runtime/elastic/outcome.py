@@ -89,6 +89,7 @@ def decide(
     holders = {h.rank for h in found.hellos.values() if holds_state(h, found)}
     epoch = max([present.epoch, *(found.hellos[g].epoch for g in holders)])
     base = present.with_epoch(epoch)
+    next_epoch = max(h.tried for h in found.hellos.values()) + 1
     gone = set(before) - holders
     restore, lost, plan = False, "", base
     try:
@@ -119,7 +120,7 @@ def decide(
     return Outcome(
         members=plan.ranks,
         speaker=min(g for g in holders if found.hellos[g].decided == found.newest),
-        plan=plan,
+        plan=plan.with_epoch(max(plan.epoch, next_epoch)),
         present_epoch=epoch,
         reason=reason,
         restore=restore,

@@ -1,0 +1,149 @@
+"""Bodies of an elastic job: ranks that die, stop or come, and what the others make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ntp_core.cost import Work
+from ntp_core.errors import Fenced, PeerLost, StateLost
+from ntp_core.faults import Fault
+from ntp_core.job import SaveConfig, TrainConfig
+from ntp_core.plan import Plan
+from ntp_core.planning.regroup import RegroupPolicy
+from ntp_core.runtime.comm import Comm, Ranks
+from ntp_core.runtime.elastic.loop import ElasticOptions, ElasticRank
+from ntp_core.runtime.elastic.membership import Membership, Patience
+from ntp_core.runtime.engine import StepResult
+from ntp_core.runtime.faults import Faults
+from ntp_core.runtime.inbox import NEWCOMERS, Inbox
+from ntp_core.runtime.trainer import Trainer
+from tests.support.bodies_train import Local, planes_of
+from tests.support.recording_observer import Call, RecordingObserver
+from tests.support.tiny_job import text_for
+
+PATIENCE = Patience(silent_s=20.0, stopped_s=0.5, newcomer_s=60.0)
+
+
+@dataclass(slots=True)
+class Told:
+    """What one rank did.
+
+    Attributes:
+        losses: of all steps of the job, as this rank knows them.
+        plan: in force at the end.
+        planes: what it holds at the end.
+        calls: all that the observer was told.
+        error: what ended it early.
+        at_step: the newest step that it has seen.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    plan: Plan | None = None
+    planes: list[Local] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    error: str = ""
+    at_step: int = 0
+
+
+class DeafComm(Comm):
+    """Loses the result of one decision, as a rank does whose peer dies at the wrong moment."""
+
+    def listen_to(self, job: ElasticRank, deaf: tuple[int, int] | None) -> None:
+        """Be deaf to the decision of that number, if any."""
+        self._job, self._deaf = job, deaf
+
+    def all_reduce(
+        self, tensor: torch.Tensor, ranks: Ranks, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """As it should be, but for the loss."""
+        super().all_reduce(tensor, ranks, op)
+        trainer = self._job._trainer if self._deaf is not None else None
+        if trainer is not None and trainer.engine.decisions.is_pending:
+            engine = trainer.engine
+            if (engine.step, engine.decisions.count) == self._deaf:
+                self._deaf = None
+                raise PeerLost("of this test")
+        return tensor
+
+
+def elastic(
+    comm: Comm,
+    config: TrainConfig,
+    plan: Plan,
+    steps: int,
+    faults: tuple[Fault, ...] = (),
+    late: tuple[int, ...] = (),
+    let_in_at: int = 0,
+    least_part: float = 0.0,
+    save: SaveConfig | None = None,
+    folder: Path | None = None,
+    deaf: Mapping[int, tuple[int, int]] | None = None,
+    timeout_s: float = 20.0,
+) -> Told:
+    """Train to the end, whatever happens.
+
+    Args:
+        late: ranks that are not of the first plan and knock as soon as the job runs.
+        let_in_at: step from which newcomers are let in: makes their coming repeatable.
+        deaf: rank -> (step, count): it takes part in that decision after the step and learns
+            nothing of what came out.
+    """
+    assert comm._store is not None
+    store = PrefixStore("elastic", comm._store)
+    observer = RecordingObserver()
+    own = DeafComm(comm.rank, 1, observer, timeout_s)
+    membership = Membership(store, comm.rank, PATIENCE)
+    inbox = Inbox(folder)
+    told = Told(calls=observer.calls)
+    rank: list[ElasticRank] = []
+
+    def control() -> int:
+        is_time = rank[0].trainer.step + 1 >= let_in_at
+        word = NEWCOMERS if is_time and membership.has_newcomers() else 0
+        return inbox.control() | word
+
+    def make(plan: Plan, work: Work | None, *, is_new: bool) -> Trainer:
+        given = Faults(comm.rank, observer, faults)
+        text = text_for(config)
+        return Trainer(config, plan, own, text, given, inbox, work, save, control, is_new=is_new)
+
+    def look(result: StepResult) -> None:
+        told.at_step = result.step
+
+    options = ElasticOptions(policy=RegroupPolicy(least_part=least_part))
+    job = ElasticRank(
+        plan, config.model.units(), steps, own, store, membership, make, options, look
+    )
+    rank.append(job)
+    own.listen_to(job, (deaf or {}).get(comm.rank))
+    if comm.rank in late:
+        store.wait(["ntp/current"])
+    try:
+        told.losses = job.run()
+    except (StateLost, Fenced) as error:
+        told.error = f"{type(error).__name__}: {error}"
+        return told
+    told.plan, told.planes = job.trainer.plan, planes_of(job.trainer)
+    own.close()
+    return told
+
+
+def resumed(
+    comm: Comm, config: TrainConfig, plan: Plan, save: SaveConfig, steps: int
+) -> tuple[list[float], list[Local]]:
+    """The oracle: go on under this plan from what was saved, in a job that never lost a rank.
+
+    Returns the losses of the steps that it made, and what this rank holds after the last.
+    """
+    trainer = Trainer(config, plan, comm, text_for(config), save=save)
+    trainer.resume()
+    losses = [trainer.train_step().loss for _ in range(steps - trainer.step)]
+    planes = planes_of(trainer)
+    trainer.save(is_last=True)
+    return losses, planes
