@@ -16,6 +16,7 @@ RUN python -m venv /opt/nutp \
 COPY pyproject.toml README.md ./
 COPY ntp_core ntp_core
 COPY sidecar sidecar
+COPY alerts/runbooks alerts/runbooks
 RUN /opt/nutp/bin/pip install --no-cache-dir --constraint constraints.txt '.[train]'
 
 FROM python:${PYTHON}-slim-bookworm

@@ -199,7 +199,7 @@ COLLECTIVES = (
     Panel(
         title="Collective bytes",
         description="Bytes per second that the chosen ranks hand to collectives, by operation.",
-        unit="Bps",
+        unit="binBps",
         queries={"{{op}}": per_second("nutp_collective_bytes", "op")},
     ),
     Panel(
@@ -373,14 +373,16 @@ SIDECAR = (
     ),
     Panel(
         title="Sidecar trouble",
-        description="Ticks that failed and were survived, ring files refused, series left out by "
-        "the rank limit. Each should stay at 0.",
+        description="Ticks that failed and were survived, ring files and records refused, series "
+        "left out by the rank limit. Each should stay at 0.",
         unit="short",
         queries={
             "{{instance}} tick errors": "sum by (instance) "
             f"(increase(nutp_sidecar_tick_errors_total{{{NODE}}}{RATE}))",
             "{{instance}} bad rings": "sum by (instance) "
             f"(increase(nutp_sidecar_bad_rings_total{{{NODE}}}{RATE}))",
+            "{{instance}} bad records": "sum by (instance) "
+            f"(increase(nutp_sidecar_bad_records_total{{{NODE}}}{RATE}))",
             "{{instance}} {{outlet}} errors": "sum by (instance, outlet) "
             f"(increase(nutp_sidecar_outlet_errors_total{{{NODE}}}{RATE}))",
             "{{instance}} series dropped": "sum by (instance) "

@@ -31,13 +31,19 @@ from sidecar.notify.signer import Signer, load_secret
 class Webhooks:
     """The webhook of one job: an outbox, the thread that fills it and the one that empties it.
 
+    Args:
+        page_url: where messages link to.
+
     Raises:
         ConfigError: the state directory cannot be written.
         InvalidInput: the URL or the secret has a wrong form.
     """
 
-    def __init__(self, config: Config, job_id: str, env: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, config: Config, job_id: str, page_url: str, env: Mapping[str, str] = os.environ
+    ) -> None:
         self._job_id = job_id
+        self._external_url = f"{page_url}/"
         self._format = WebhookFormat(config.webhook_format)
         state_dir = config.state_path(env)
         _make_dir(state_dir)
@@ -72,7 +78,9 @@ class Webhooks:
     def incidents(self, transitions: Iterable[Transition]) -> None:
         """Hand over a message for each incident that fired or resolved. Waits for nothing."""
         for t in transitions:
-            message = incident_event(self._job_id, t.incident, self._format)
+            message = incident_event(
+                self._job_id, t.incident, self._format, external_url=self._external_url
+            )
             if message is not None:
                 self._intake.hand(message.id, message.body)
 

@@ -138,6 +138,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("nutp_sidecar_resident_memory_bytes", _G, "bytes", (), "Memory of the sidecar."),
     Metric("nutp_sidecar_series_dropped", _C, "", (), "Series left out by the rank limit."),
     Metric("nutp_sidecar_bad_rings", _C, "", (), "Ring files refused: foreign, torn or too new."),
+    Metric("nutp_sidecar_bad_records", _C, "", (), "Records refused: torn, or without sense."),
     Metric(
         "nutp_sidecar_outlet_errors",
         _C,

@@ -74,6 +74,7 @@ class Config:
     progress_ceiling_s: float = _setting(300.0, "most time without a step, seconds", least=1)
     progress_first_step_s: float = _setting(120.0, "limit for the first step, seconds", least=0.1)
     progress_change_s: float = _setting(60.0, "limit inside a change, seconds", least=0.1)
+    progress_save_s: float = _setting(600.0, "limit during a checkpoint, seconds", least=0.1)
     slow_rank_confirm: int = _setting(1, "ticks before slow_rank fires", least=1)
     no_progress_confirm: int = _setting(2, "ticks before no_progress fires", least=1)
     replica_divergence_confirm: int = _setting(1, "ticks before it fires", least=1)
@@ -126,6 +127,7 @@ class Config:
             factor=self.progress_factor,
             first_step_s=self.progress_first_step_s,
             change_s=self.progress_change_s,
+            save_s=self.progress_save_s,
             stopped_floor_s=min(self.progress_floor_s, ProgressLimits().stopped_floor_s),
         )
 

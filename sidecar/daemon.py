@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -102,7 +102,6 @@ class Daemon:
         self._metrics_s = self._followed_s = float("-inf")
         self._published = Published(self._lock, self._snapshot, self._watching)
         self._tracer = make_tracer(config)
-        self._webhooks = Webhooks(config, self.job.job_id) if config.webhook_url else None
         app = create_app(
             self._published,
             token=config.token or None,
@@ -110,7 +109,15 @@ class Daemon:
             report=self.report,
         )
         self._web = WebServer(app, token=config.token or None, host=config.host, port=config.port)
-        self._alertmanager = make_alertmanager_feed(config, self._web.url)
+        link = self._web.link
+        self._webhooks: Webhooks | None = None
+        with ExitStack() as undo:  # whatever setting is refused, nothing stays open
+            undo.callback(self._web.stop)
+            if config.webhook_url:
+                self._webhooks = Webhooks(config, self.job.job_id, link)
+                undo.callback(self._webhooks.stop)
+            self._alertmanager = make_alertmanager_feed(config, link)
+            undo.pop_all()
 
     @property
     def job(self) -> JobState:
@@ -259,6 +266,7 @@ class Daemon:
             cpu_s=usage.cpu_s,
             resident_memory_bytes=usage.resident_bytes,
             bad_rings=self.job.bad_rings,
+            bad_records=self.job.bad_records,
             webhooks_delivered=hooks.delivered if hooks else 0,
             webhooks_retried=hooks.retried if hooks else 0,
             webhooks_dead=hooks.dead if hooks else 0,

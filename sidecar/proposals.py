@@ -1,12 +1,14 @@
 """What the sidecar leaves for the job: a new plan, as a file that the job may take or ignore.
 
 Nothing here waits for the job and the job waits for nothing here. One proposal at a time: none is
-made while one is pending, while a change is judged, or in the cool-down after either. Without
-`act` the plan is worked out and shown with the incident, and no file is written.
+made while one is pending, while a change is judged, or in the cool-down after either. What the job
+refused is shown with its incident and not proposed again from the same plan. Without `act` the plan
+is worked out and shown with the incident, and no file is written.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -18,8 +20,13 @@ from ntp_core.proposal import FILE_NAME, Proposal
 from sidecar.advice import Planner, describe
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.state import Change, JobState
+from sidecar.refusals import Refusal, refusals
+
+log = logging.getLogger(__name__)
 
 MAX_PROMISES = 64
+MAX_REFUSED = 64
+_Step = tuple[str, str]  # digest of the plan in force, digest of the plan proposed
 
 
 class Autopilot(StrEnum):
@@ -60,6 +67,8 @@ class ProposalDesk:
     _quiet_until_ns: int = 0
     _undone_until_ns: dict[int, int] = field(default_factory=dict)  # rank -> no proposal before
     _advice: dict[str, tuple[str, str]] = field(default_factory=dict)  # incident -> base, text
+    _undo_refused: tuple[str, str] = ("", "")  # subject of the notice about the change, reason
+    _refused: dict[_Step, str] | None = None  # -> reason, oldest first; None: not looked yet
 
     @property
     def pending(self) -> Proposal | None:
@@ -74,6 +83,8 @@ class ProposalDesk:
         The proposal is shown in the signals of its incident. Returns what was newly proposed.
         """
         self._settle(job, now_ns)
+        incidents = list(incidents)
+        self._tell_refused_undo(incidents)
         slow = [i for i in incidents if _asks_for_a_plan(i)]
         for incident in slow:
             self._annotate(incident)
@@ -123,6 +134,9 @@ class ProposalDesk:
         if proposal is None:
             self._advise(incident, base, "no plan is faster by enough")
             return None
+        if (reason := self._refusals().get(_step(proposal))) is not None:
+            self._advise(incident, base, _refused_text(proposal, reason))
+            return None
         proposal = replace(
             proposal,
             incident=incident.id,
@@ -133,6 +147,39 @@ class ProposalDesk:
         if self.autopilot is Autopilot.ACT:
             self._leave(proposal, now_ns)
         return proposal
+
+    def _refusals(self) -> dict[_Step, str]:
+        """What was refused, at first also to an earlier sidecar of this job."""
+        if self._refused is None:
+            self._refused = {_step(r.proposal): r.reason for r in refusals(self.run_dir)}
+        return self._refused
+
+    def _note_refusal(self, refusal: Refusal) -> None:
+        proposal = refusal.proposal
+        known = self._refusals()
+        known[_step(proposal)] = refusal.reason
+        while len(known) > MAX_REFUSED:
+            del known[next(iter(known))]
+        text = _refused_text(proposal, refusal.reason)
+        log.warning("proposal for epoch %s: %s", proposal.plan.epoch, text)
+        if proposal.reason is Reason.NO_GAIN:
+            self._undo_refused = (f"change {proposal.plan.epoch - 1}", text)
+        elif proposal.incident:
+            self._keep_advice(proposal.incident, proposal.base_digest, text)
+
+    def _tell_refused_undo(self, incidents: Iterable[Incident]) -> None:
+        """The judge says that a change is being undone; here that the job did not want it."""
+        subject, text = self._undo_refused
+        for incident in incidents:
+            if subject and incident.finding.subject == subject:
+                signals = {**incident.finding.signals, "undo": text}
+                incident.finding = replace(incident.finding, signals=signals)
+
+    def _find_refusal(self) -> Refusal | None:
+        """The refusal of the pending proposal, once its file is no longer where we left it."""
+        if self._pending is None or (self.run_dir / FILE_NAME).exists():
+            return None
+        return next((r for r in refusals(self.run_dir) if r.proposal == self._pending), None)
 
     def _leave(self, proposal: Proposal, now_ns: int) -> None:
         try:
@@ -147,17 +194,22 @@ class ProposalDesk:
             del self.promises[min(self.promises)]
 
     def _settle(self, job: JobState, now_ns: int) -> None:
-        """See what became of the pending proposal: taken, overtaken, or ignored too long."""
+        """See what became of the pending proposal: taken, overtaken, refused, or ignored."""
         if self._pending is None or job.plan is None:
             return
         gone_by = job.plan.epoch >= self._pending.plan.epoch
         ignored = now_ns - self._pending_since_ns >= self.limits.pending_s * 1e9
-        if not gone_by and (not ignored or self._is_in_change(job)):
+        refusal = None if gone_by else self._find_refusal()
+        if refusal is not None and not refusal.reason and not ignored:
+            return  # the reason comes in a moment
+        if not gone_by and refusal is None and (not ignored or self._is_in_change(job)):
             return
         if job.plan.digest != self._pending.plan.digest:
             self.promises.pop(self._pending.plan.epoch, None)
             # Not tried, so the same plan may be proposed again after the cool-down.
             self._advice.pop(self._pending.incident, None)
+        if refusal is not None:
+            self._note_refusal(refusal)
         self._withdraw()
         self._quiet_until_ns = now_ns + int(self.limits.cooldown_s * 1e9)
 
@@ -175,16 +227,27 @@ class ProposalDesk:
         return newest.end_ns is None or is_open
 
     def _advise(self, incident: Incident, base: str, text: str) -> None:
-        self._advice[incident.id] = (base, text)
+        self._keep_advice(incident.id, base, text)
+        self._annotate(incident)
+
+    def _keep_advice(self, incident_id: str, base: str, text: str) -> None:
+        self._advice[incident_id] = (base, text)
         while len(self._advice) > MAX_PROMISES:
             del self._advice[next(iter(self._advice))]
-        self._annotate(incident)
 
     def _annotate(self, incident: Incident) -> None:
         """Show the proposal with the incident; its finding is new in every tick."""
         if advice := self._advice.get(incident.id):
             signals = {**incident.finding.signals, "proposal": advice[1]}
             incident.finding = replace(incident.finding, signals=signals)
+
+
+def _step(proposal: Proposal) -> _Step:
+    return proposal.base_digest, proposal.plan.digest
+
+
+def _refused_text(proposal: Proposal, reason: str) -> str:
+    return f"refused by the job ({reason or 'no reason is left'}): {describe(proposal)}"
 
 
 def _asks_for_a_plan(incident: Incident) -> bool:

@@ -192,14 +192,16 @@ def _say_where(run_dir: Path, job_id: str, sidecar: subprocess.Popen[bytes]) -> 
 
 
 def _stop(sidecar: subprocess.Popen[bytes]) -> None:
-    if sidecar.poll() is not None:
-        sys.stderr.write(
-            f"ntp-sidecar: the sidecar ended before the job, with status {sidecar.returncode}\n"
-        )
-        return
-    sidecar.terminate()
-    try:
-        sidecar.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        sidecar.kill()
-        sidecar.wait()
+    if sidecar.poll() is None:
+        sidecar.terminate()
+        try:
+            status = sidecar.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            sidecar.kill()
+            sidecar.wait()
+            return
+        if status in (0, -signal.SIGTERM):  # any other end had begun before we asked for one
+            return
+    sys.stderr.write(
+        f"ntp-sidecar: the sidecar ended before the job, with status {sidecar.returncode}\n"
+    )

@@ -68,7 +68,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     job = status["job"]
     step_time = job["step_time_s"]
     lines = [
-        f"job {job['job_id']}: {job['status']}, step {_or_unknown(job['step'])}, "
+        f"job {job['job_id']}: {status_words(job)}, step {_or_unknown(job['step'])}, "
         f"loss {'not finite' if job['loss_is_finite'] is False else _or_unknown(job['loss'])}, "
         f"step time {'unknown' if step_time is None else f'{step_time:.3g} s'}",
         f"ranks: {job['ranks_alive']} alive, {job['ranks_dead']} dead; "
@@ -83,6 +83,12 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     firing = [i for i in status["incidents"] if i["state"] == "firing"]
     lines += [f"{i['severity']}: {i['summary']} ({i['id']}, {i['runbook']})" for i in firing]
     return [*lines, f"page: {status['url']}"]
+
+
+def status_words(job: Mapping[str, Any]) -> str:
+    """The job's status for people: of an ended job with its exit status, where that is known."""
+    word, code = str(job["status"]), job["exit_status"]
+    return f"{word}, exit status {code}" if word == "ended" and code is not None else word
 
 
 def _or_unknown(value: Any) -> str:

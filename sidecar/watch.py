@@ -61,6 +61,7 @@ class JobWatch:
             CheckRow(
                 name=c.name,
                 ready=c.name in self._ready,
+                applies=c.applies(self.job),
                 runs=self._runs[c.name],
                 failures=self._failures[c.name],
             )

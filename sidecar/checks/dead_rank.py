@@ -28,6 +28,11 @@ class DeadRank:
     _seen_alive: dict[int, int] = field(default_factory=dict)  # rank -> pid
     _dead_since_ns: dict[int, int] = field(default_factory=dict)
 
+    def applies(self, job: JobState) -> bool:
+        """Every job has ranks and steps."""
+        del job
+        return True
+
     def ready(self, job: JobState) -> bool:
         """True when the liveness of at least one rank is known."""
         return any(r.alive is not None for r in job.ranks.values())

@@ -46,9 +46,13 @@ class Check(Protocol):
     """One check. `run` looks at the state and returns what is wrong now; empty when nothing is.
 
     `ready` is False while the check has too little to judge: then its silence means unknown.
+    `applies` is False where it can never judge the job as it is, whatever data may come.
     """
 
     name: str
+
+    def applies(self, job: JobState) -> bool:
+        """Whether this job is one that the check can judge; True while that is not known."""
 
     def ready(self, job: JobState) -> bool:
         """Whether there is enough data to judge."""

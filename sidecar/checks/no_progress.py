@@ -2,8 +2,8 @@
 
 Progress is the only clock: heartbeats, records and utilisation can all look well while nothing
 moves. The limit is learnt from the job's own step times, between a floor and a ceiling; the first
-step and an allocation change have longer ones, and each of them ages out, so that a lost end record
-never turns the check off.
+step, an allocation change and a checkpoint have longer ones, and each of them ages out, so that a
+lost end record never turns the check off.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class ProgressLimits:
         factor: learnt limit in median step times.
         first_step_s: limit before any step is committed (compiling, loading), in seconds.
         change_s: limit inside an allocation change, in seconds.
+        save_s: limit while a checkpoint is written, in seconds.
         stopped_floor_s, stopped_factor: the same bounds for a process that the system reports as
             stopped: it cannot move by itself, so there is less to wait for.
     """
@@ -44,6 +45,7 @@ class ProgressLimits:
     factor: float = 10.0
     first_step_s: float = 120.0
     change_s: float = 60.0
+    save_s: float = 600.0
     stopped_floor_s: float = 2.0
     stopped_factor: float = 2.0
 
@@ -69,6 +71,11 @@ class NoProgress:
     _step_s: float = 0.0
     _step_s_of: int = -1  # end_ns of the step that `_step_s` was learnt at
     _stopped_since: dict[int, int] = field(default_factory=dict)  # pid -> now_ns
+
+    def applies(self, job: JobState) -> bool:
+        """Every job has ranks and steps."""
+        del job
+        return True
 
     def ready(self, job: JobState) -> bool:
         """True while a rank lives that has started a step or committed one."""
@@ -110,7 +117,9 @@ class NoProgress:
             return self.limits.first_step_s
         learnt = max(self.limits.floor_s, self.limits.factor * step_s)
         limit = min(learnt, self.limits.ceiling_s)
-        return max(limit, self.limits.change_s) if _open_change(job) else limit
+        if _open_change(job):
+            return max(limit, self.limits.change_s)
+        return max(limit, self.limits.save_s) if _is_saving(job, living) else limit
 
     def _stopped(self, living: list[RankState], now_ns: int) -> list[RankState]:
         """Ranks whose process is stopped (job control or a signal), not traced by a debugger."""
@@ -123,9 +132,19 @@ def _open_change(job: JobState) -> bool:
     return bool(job.changes) and job.changes[-1].end_ns is None
 
 
+def _is_saving(job: JobState, living: list[RankState]) -> bool:
+    """Whether a checkpoint is written: a rank says so, or all ranks of a plan stand between two
+    steps. The engine saves there, with all ranks together; one rank alone that has not begun what
+    the others have is late."""
+    if any(r.is_saving for r in living):
+        return True
+    return job.plan is not None and all(r.step_open is None and r.steps_total for r in living)
+
+
 def _last_progress_ns(living: list[RankState], job: JobState) -> int:
-    """When the job last moved: a committed step, or a border of an allocation change."""
-    last = max(r.steps[-1].end_ns if r.steps else r.start_ns for r in living)
+    """When the job last moved: a committed step, the end of a checkpoint, or a border of an
+    allocation change."""
+    last = max(max(r.saved_ns, r.steps[-1].end_ns if r.steps else r.start_ns) for r in living)
     if not job.changes:
         return last
     change = job.changes[-1]

@@ -35,6 +35,12 @@ class ReplicaDivergence:
     name: str = "replica_divergence"
     _first_seen: dict[int, int] = field(default_factory=dict)  # step -> now_ns; at most one entry
 
+    def applies(self, job: JobState) -> bool:
+        """Two replicas of a plan can be compared; True before the job could have a plan."""
+        if job.plan is None:
+            return not job.has_trained
+        return len(job.plan.replicas) > 1
+
     def ready(self, job: JobState) -> bool:
         """True once two replicas were compared, by the job or by their fingerprints."""
         return (
@@ -103,7 +109,7 @@ def _told(job: JobState, verdicts: list[Divergence]) -> Finding:
         rank = "" if first.rank is None else f" (rank {first.rank})"
         summary = (
             f"Replica {first.replica}{rank} holds different bits in '{first.tensor}' unit "
-            f"{first.unit} since step {first.step}."
+            f"{first.unit}, found at step {first.step}."
         )
     signals = {
         "verdict": f"reported by the job at step {first.step}",

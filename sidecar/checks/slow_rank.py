@@ -67,6 +67,12 @@ class SlowRank:
     _judged: tuple[int, int] = (-1, -1)  # (epoch, step)
     _findings: list[Finding] = field(default_factory=list)
 
+    def applies(self, job: JobState) -> bool:
+        """Ranks of a plan can be compared; True before the job could have a plan."""
+        if job.plan is None:
+            return not job.has_trained
+        return len(job.plan.ranks) >= self.limits.min_ranks
+
     def ready(self, job: JobState) -> bool:
         """True with enough ranks and enough steps behind the warm-up of the present epoch."""
         return _table(job, self.limits) is not None

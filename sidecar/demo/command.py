@@ -14,13 +14,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sidecar.demo.client import CannotStart, StoryBroken
 from sidecar.demo.scenario import Scenario
-from sidecar.demo.stage import build_stage
+from sidecar.demo.stage import Stage, build_stage
 from sidecar.demo.story import Story, shortened
 from sidecar.demo.teller import Teller
 from sidecar.demo.verdict import missing
+from sidecar.top.units import size
 
 BROKEN, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -45,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     except CannotStart as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT
-    except StoryBroken as error:
-        console.print(f"[bold red]broken[/]  {error}", markup=True)
+    except StoryBroken as error:  # before there was a stage
+        console.print(_broken(error))
         return BROKEN
     except OSError as error:
         sys.stderr.write(f"ntp-sidecar: {error}\n")
@@ -66,22 +68,43 @@ def _play(args: argparse.Namespace, console: Console) -> int:
     )
     with build_stage(scenario, args.port) as stage:
         teller.line("page", f"{stage.url}  (or: ntp-sidecar top --url {stage.url})", "cyan")
-        report = Story(scenario, stage, teller).run()
-        if args.json is not None:
-            _write(args.json, report)
-        lacking = missing(report, scenario)
-        console.print(_summary(report))
-        for text in lacking:
-            console.print(f"[bold red]missing[/]  {text}")
-        if not lacking:
-            console.print("[bold green]All of it happened.[/]")
+        teller.more(f"job {stage.job_id}, logs in {stage.work_dir}")
+        code = tell(Story(scenario, stage, teller), scenario, stage, args.json, console)
         if args.keep:
-            _keep(console, stage.url)
+            _keep(console, stage)
+    return code
+
+
+def tell(
+    story: Story, scenario: Scenario, stage: Stage, report_file: Path | None, console: Console
+) -> int:
+    """Run the story and say how it ended: the summary, or what broke and what the logs say."""
+    try:
+        report = story.run()
+    except StoryBroken as error:
+        console.print(_broken(error))
+        console.print(Text(stage.log_tail(), "dim"))
+        return BROKEN
+    if report_file is not None:
+        _write(report_file, report)
+    lacking = missing(report, scenario)
+    console.print(_summary(report))
+    for text in lacking:
+        console.print(f"[bold red]missing[/]  {text}")
+    if not lacking:
+        console.print("[bold green]All of it happened.[/]")
     return BROKEN if lacking else 0
 
 
-def _keep(console: Console, url: str) -> None:
-    console.print(f"The page and the metrics stay: {url}  {url}/metrics   Ctrl-C ends.")
+def _broken(error: StoryBroken) -> Text:
+    # No markup: a log or an error may hold square brackets.
+    return Text.assemble(("broken", "bold red"), "  ", str(error))
+
+
+def _keep(console: Console, stage: Stage) -> None:
+    url, logs = stage.url, stage.work_dir
+    what = f"The page and the metrics stay: {url}  {url}/metrics" if stage.has_page else "No page"
+    console.print(f"{what}; logs in {logs}   Ctrl-C ends.", markup=False)
     try:
         signal.pause()
     except KeyboardInterrupt:
@@ -92,12 +115,13 @@ def _summary(report: dict[str, Any]) -> Table:
     table = Table(title=None, show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in _facts(report):
+    for name, text in facts_of(report):
         table.add_row(name, text)
     return table
 
 
-def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+def facts_of(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the summary: name and text. Values of a report may be null."""
     rows = [
         (
             "steps",
@@ -122,8 +146,9 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 c["reason"],
-                f"{c['bytes_moved']} bytes moved, {c['bytes_lower_bound']} the "
-                f"least possible, {'verified' if c['verified'] else 'not verified'}",
+                f"{size(c['bytes_moved'])} moved, "
+                f"{_over(c['bytes_moved'] - c['bytes_lower_bound'])} the least possible, "
+                f"{'verified' if c['verified'] else 'not verified'}",
             )
         )
     hooks, probe, cost = report["webhooks"], report["probe"], report["sidecar"]
@@ -131,17 +156,17 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("webhooks", f"{hooks['delivered']} of {hooks['sent']} delivered"),
         (
             "probe",
-            f"{probe['events']} records, {probe['ns_per_event']:.0f} ns each, "
+            f"{probe['events']} records, {_decimal(probe['ns_per_event'], '.0f')} ns each, "
             f"{probe['events_lost']} lost",
         ),
-        ("sidecar", f"{100 * cost['cpu_ratio']:.1f} % of a core, {cost['rss_bytes'] / 1e6:.0f} MB"),
+        ("sidecar", f"{_percent(cost['cpu_ratio'])} of a core, {_size(cost['rss_bytes'])}"),
     ]
     return rows
 
 
 def _named(incident: dict[str, Any]) -> str:
     if incident["detected_after_steps"] is None:
-        return f"opened in step {incident['opened_step']}, no fault of the demo behind it"
+        return f"opened at step {incident['opened_step']}, no fault of the demo behind it"
     return (
         f"rank {incident['rank']} named {incident['detected_after_steps']} steps "
         f"({_seconds(incident['detected_after_s'])}) after the fault"
@@ -150,6 +175,18 @@ def _named(incident: dict[str, Any]) -> str:
 
 def _decimal(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else size(count)
+
+
+def _over(count: int) -> str:
+    return f"{size(count)} more than" if count else "exactly"
 
 
 def _seconds(value: float | None) -> str:

@@ -28,6 +28,9 @@ from sidecar.wire.rundir import known_bases
 START_S = 30.0
 STOP_S = 10.0
 BAD_INPUT = 2
+LOGS = ("job.log", "sidecar.log", "reference.log")
+TAIL_LINES = 12
+TAIL_BYTES = 16384
 ENGINE_OBSERVER = "sidecar.probe.attach:attach_engine"
 
 
@@ -41,6 +44,7 @@ class Stage:
         job, sidecar: processes.
     """
 
+    job_id: str
     run_dir: Path
     work_dir: Path
     receiver: WebhookReceiver
@@ -53,13 +57,22 @@ class Stage:
         """Rank 0 writes the losses of all steps here when the job ends."""
         return self.work_dir / "losses.json"
 
+    @property
+    def has_page(self) -> bool:
+        """Whether the sidecar still serves the page."""
+        return self.sidecar.poll() is None
+
     def wrong(self) -> str:
         """What has ended that should run; "" when nothing has."""
-        if self.sidecar.poll() is not None:
-            return f"the sidecar ended with {self.sidecar.returncode}{_tail(self.work_dir)}"
+        if not self.has_page:
+            return f"the sidecar ended with {self.sidecar.returncode}"
         if self.job.poll() is not None:
-            return f"the job ended with {self.job.returncode}{_tail(self.work_dir)}"
+            return f"the job ended with {self.job.returncode}"
         return ""
+
+    def log_tail(self) -> str:
+        """The last lines of each log; the files go with the stage."""
+        return tail_of(self.work_dir)
 
 
 @contextmanager
@@ -88,7 +101,7 @@ def build_stage(
         url = _wait_for_page(run_dir, work_dir, sidecar)
         job = _start_job(scenario, run_dir, work_dir, job_id)
         stack.callback(end_process, job)
-        yield Stage(run_dir, work_dir, receiver, sidecar, job, url)
+        yield Stage(job_id, run_dir, work_dir, receiver, sidecar, job, url)
 
 
 def reference_process(config: JobConfig, work_dir: Path, losses: Path) -> subprocess.Popen[bytes]:
@@ -144,7 +157,7 @@ def _wait_for_page(run_dir: Path, work_dir: Path, sidecar: subprocess.Popen[byte
     if sidecar.poll() == BAD_INPUT:  # it has said why, in one line
         lines = (work_dir / "sidecar.log").read_text().strip().splitlines()
         raise CannotStart(lines[-1] if lines else "the sidecar refused its settings")
-    raise StoryBroken(f"the sidecar did not start{_tail(work_dir)}")
+    raise StoryBroken(f"the sidecar did not start\n{tail_of(work_dir)}".rstrip())
 
 
 def _start_job(
@@ -172,12 +185,14 @@ def _spawn(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess
         return start_tied(command, env, signal.SIGTERM, stream)
 
 
-def _tail(work_dir: Path) -> str:
-    """The last lines of the logs, for a message."""
-    parts = []
-    for name in ("job.log", "sidecar.log", "reference.log"):
+def tail_of(work_dir: Path) -> str:
+    """The last lines of the logs in a directory, each with the name of its file."""
+    lines = []
+    for name in LOGS:
         path = work_dir / name
-        text = path.read_text(errors="replace").strip() if path.exists() else ""
-        if text:
-            parts.append(f"{name}: " + " | ".join(text.splitlines()[-6:]))
-    return "".join(f"\n  {p}" for p in parts)
+        if path.exists():
+            with path.open("rb") as stream:
+                stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                text = stream.read().decode(errors="replace")
+            lines += [f"{name}: {line}" for line in text.strip().splitlines()[-TAIL_LINES:]]
+    return "\n".join(lines) or "the logs are empty"

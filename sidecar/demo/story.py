@@ -12,6 +12,7 @@ from sidecar.demo.duty import DutyCycle
 from sidecar.demo.scenario import Scenario
 from sidecar.demo.stage import Stage, end_process, reference_process
 from sidecar.demo.teller import Bar, Teller
+from sidecar.top.units import size
 
 STOP_FILE = "stop"
 SIGNALS = (
@@ -65,7 +66,7 @@ class Story:
                 + _shares(r["shares"]),
             )
         job = self._api.job()
-        self._tell.line("healthy", _step_line(job), "green")
+        self._tell.line("healthy", step_line(job), "green")
 
     def _slow_rank(self) -> None:
         s, rank = self._scenario, self._scenario.slow_rank
@@ -76,7 +77,7 @@ class Story:
             self._tell.line(
                 "fault",
                 f"rank {rank} is made {s.slow_factor:g} times slower (pid {pid} is stopped, again "
-                f"and again, by SIGSTOP), after step {since}",
+                f"and again, by SIGSTOP); the job has committed step {since}",
                 "yellow",
             )
             incident = self._await_incident("slow_rank", rank, since)
@@ -93,7 +94,7 @@ class Story:
         self._tell.line(
             "fault",
             f"bit {fault.bit} of element {fault.element} of {fault.tensor} is flipped on rank "
-            f"{fault.rank}, after step {since}",
+            f"{fault.rank}; the job has committed step {since}",
             "yellow",
         )
         incident = self._await_incident("replica_divergence", fault.rank, since)
@@ -106,7 +107,7 @@ class Story:
         goal = self._api.job()["step"] + self._scenario.calm_steps
         with self._tell.waiting("training on", goal) as bar:
             self._wait_for_step(goal, bar, "the job trains on")
-        self._tell.line("healthy", _step_line(self._api.job()), "green")
+        self._tell.line("healthy", step_line(self._api.job()), "green")
 
     def _end_job(self) -> int:
         (self._stage.run_dir / STOP_FILE).touch()
@@ -196,8 +197,8 @@ class Story:
                 )
         self._tell.line(
             label,
-            f"epoch {change['epoch']}: {_bytes(change['bytes_moved'])} moved, lower bound "
-            f"{_bytes(change['bytes_lower_bound'])}; {change['units_verified']} fingerprints "
+            f"epoch {change['epoch']}: {size(change['bytes_moved'])} moved, lower bound "
+            f"{size(change['bytes_lower_bound'])}; {change['units_verified']} fingerprints "
             f"right; as a trace: {self._stage.url}/api/v1/changes",
             "green",
         )
@@ -223,8 +224,9 @@ class Story:
         self._tell.line(
             "judged",
             ("kept" if kept else "undone, the old plan comes back")
-            + f": a step took {change['step_time_before_s']:.2f} s, takes "
-            f"{change['step_time_after_s']:.2f} s; ideal {change['step_time_ideal_s']:.2f} s",
+            + f": a step took {_seconds(change['step_time_before_s'])}, takes "
+            f"{_seconds(change['step_time_after_s'])}; ideal "
+            f"{_seconds(change['step_time_ideal_s'])}",
             "green" if kept else "red",
         )
         return change
@@ -276,10 +278,11 @@ def _shares(shares: dict[str, list[int]]) -> str:
     return ", ".join(f"{k} {'/'.join(str(n) for n in v)}" for k, v in shares.items())
 
 
-def _step_line(job: Data) -> str:
+def step_line(job: Data) -> str:
+    """Where a job is, in one line; it may not know its loss or the time of a step yet."""
     return (
-        f"step {job['step']}, loss {job['loss_first']:.2f} -> {job['loss']:.2f}, "
-        f"{job['step_time_s']:.2f} s a step; replicas bit-identical in "
+        f"step {job['step'] or 0}, loss {_loss(job['loss_first'])} -> {_loss(job['loss'])}, "
+        f"{_seconds(job['step_time_s'])} a step; replicas bit-identical in "
         f"{job['replicas_identical_steps']} of {job['replicas_checked_steps']} checked steps"
     )
 
@@ -290,5 +293,9 @@ def _short(job: Data) -> str:
     return f"step {job['step']}  loss {job['loss']:.2f}  {job['step_time_s'] or 0:.2f} s a step"
 
 
-def _bytes(count: int) -> str:
-    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count} B"
+def _loss(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "an unknown time" if value is None else f"{value:.2f} s"

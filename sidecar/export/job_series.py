@@ -56,6 +56,7 @@ def sidecar_series(version: str, stats: SidecarStats, series_dropped: int) -> li
         "nutp_sidecar_resident_memory_bytes": stats.resident_memory_bytes,
         "nutp_sidecar_series_dropped": series_dropped,
         "nutp_sidecar_bad_rings": stats.bad_rings,
+        "nutp_sidecar_bad_records": stats.bad_records,
         "nutp_webhook_queue": stats.webhooks_queued,
     }
     return [

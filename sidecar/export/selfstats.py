@@ -21,6 +21,7 @@ class SidecarStats:
         cpu_s: processor time of this process, user and system.
         resident_memory_bytes: resident set of this process.
         bad_rings: ring files refused, of all jobs and of none.
+        bad_records: records refused, of all jobs.
         webhooks_delivered, webhooks_retried, webhooks_dead: attempts by outcome.
         webhooks_dropped: messages lost before they could be kept.
         outlet_errors: outlet -> errors in it that a tick survived.
@@ -33,6 +34,7 @@ class SidecarStats:
     cpu_s: float = 0.0
     resident_memory_bytes: int | None = None
     bad_rings: int = 0
+    bad_records: int = 0
     webhooks_delivered: int = 0
     webhooks_retried: int = 0
     webhooks_dead: int = 0

@@ -140,7 +140,7 @@ class Applier:
         state.step_open = r.a
 
     def _step_end(self, state: RankState, r: Record) -> None:
-        state.step, state.step_open = r.a, None
+        state.step, state.step_open, state.is_saving = r.a, None, False
         state.loss = None if math.isnan(r.x) and state.loss is None else r.x
         state.steps_total += 1
         state.tokens_total += r.aux
@@ -250,6 +250,12 @@ class Applier:
     def _gc_pause(self, state: RankState, r: Record) -> None:
         state.gc_ns_total += r.a
 
+    def _save_begin(self, state: RankState, r: Record) -> None:
+        state.is_saving = True
+
+    def _save_end(self, state: RankState, r: Record) -> None:
+        state.is_saving, state.saved_ns = False, r.t_ns
+
     def _exception(self, state: RankState, r: Record) -> None:
         state.exited, state.step_open = 1, None
 
@@ -286,4 +292,6 @@ _HANDLERS: dict[int, _Handler] = {
     Kind.EXIT: Applier._exit,
     Kind.FAULT_INJECTED: Applier._fault,
     Kind.PROBE_COST: Applier._probe_cost,
+    Kind.SAVE_BEGIN: Applier._save_begin,
+    Kind.SAVE_END: Applier._save_end,
 }

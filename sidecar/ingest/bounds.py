@@ -127,4 +127,6 @@ _CHECKS: dict[int, _Check] = {
     Kind.EXIT: _step,
     Kind.FAULT_INJECTED: _fault,
     Kind.PROBE_COST: _probe_cost,
+    Kind.SAVE_BEGIN: _step,
+    Kind.SAVE_END: _phase,
 }

@@ -79,6 +79,16 @@ class RingSet:
         """Headers of all open rings, oldest first."""
         return sorted((r.header for r in self._open.values()), key=lambda h: h.start_ns)
 
+    def exit_status(self, header: RingHeader) -> int | None:
+        """What the C library noted of the end of a ring's process; None where it did not."""
+        for name, reader in list(self._open.items()):
+            if reader.header == header:
+                try:
+                    return reader.exit_status()
+                except (RingRefused, OSError) as error:
+                    self._give_up(name, str(error))
+        return None
+
     def scan(self) -> None:
         """Open rings that are new, and those that took the place of another."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from sidecar.ingest.apply import Applier
@@ -9,6 +10,10 @@ from sidecar.ingest.drain import RingSet
 from sidecar.ingest.liveness import IsRunning, update_liveness
 from sidecar.ingest.state import JobState
 from sidecar.wire.process import is_running
+from sidecar.wire.ring import RingHeader
+
+EXIT_UNKNOWN = -1
+"""Of an EXIT record: the process did not know with what status it leaves."""
 
 
 class JobIngest:
@@ -48,8 +53,19 @@ class JobIngest:
             else:
                 self._rings.retire(drained.header)
         update_liveness(self.job, zip(headers, running, strict=True))
+        self._complete_exits(
+            header for header, runs in zip(headers, running, strict=True) if not runs
+        )
         self.job.bad_rings = self._rings.refused
         return applied
+
+    def _complete_exits(self, gone: Iterable[RingHeader]) -> None:
+        """A rank that left without knowing its status: the C library may have noted it."""
+        for header in gone:
+            state = self.job.ranks.get(header.global_rank)
+            if state is not None and state.pid == header.pid and state.exited == EXIT_UNKNOWN:
+                status = self._rings.exit_status(header)
+                state.exited = EXIT_UNKNOWN if status is None else status
 
     @property
     def refusals(self) -> list[str]:

@@ -77,6 +77,8 @@ class RankState:
     step: int = 0  # last committed step
     step_open: int | None = None  # step in progress
     last_progress_ns: int = 0  # time of its newest record
+    is_saving: bool = False  # writes a checkpoint
+    saved_ns: int = 0  # end of its newest checkpoint
     collective: OpenCollective | None = None
     collective_seq: int = 0
     loss: float | None = None
@@ -181,3 +183,8 @@ class JobState:
         """Newest step that every living rank has committed."""
         living = [r.step for r in self.ranks.values() if r.alive is not False]
         return min(living) if living else 0
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any rank has committed a step; a job that has a plan announces it before."""
+        return any(r.steps_total for r in self.ranks.values())

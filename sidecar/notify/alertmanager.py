@@ -17,7 +17,7 @@ import httpx
 
 from sidecar import __version__
 from sidecar.incidents.incident import Incident, IncidentState
-from sidecar.notify.alerts import GENERATOR_URL, Alert, alert_of, rfc3339
+from sidecar.notify.alerts import Alert, alert_of, rfc3339
 from sidecar.notify.endpoint import check_url, is_loopback, redacted
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class AlertmanagerFeed:
         self,
         client: AlertmanagerClient,
         *,
-        external_url: str = GENERATOR_URL,
+        external_url: str,
         repost_s: float = REPOST_S,
         retry_s: float = RETRY_S,
     ) -> None:

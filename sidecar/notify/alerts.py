@@ -11,7 +11,6 @@ from sidecar.catalog import CHECKS
 from sidecar.incidents.incident import Incident, IncidentState
 
 _ALERT_NAMES = {c.name: c.alert for c in CHECKS}
-GENERATOR_URL = "http://127.0.0.1:9440/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,8 @@ class Alert:
         return body
 
 
-def alert_of(job_id: str, incident: Incident, generator_url: str = GENERATOR_URL) -> Alert:
-    """The alert of an incident that fires or has resolved."""
+def alert_of(job_id: str, incident: Incident, generator_url: str) -> Alert:
+    """The alert of an incident that fires or has resolved; it links to the page."""
     finding = incident.finding
     labels = {
         "alertname": _ALERT_NAMES.get(finding.check, f"Nutp_{finding.check}"),

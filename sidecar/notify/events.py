@@ -17,7 +17,7 @@ from typing import Any
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.spans import stop_ns, trace_id_of
 from sidecar.ingest.state import Change, JobState
-from sidecar.notify.alerts import GENERATOR_URL, Alert, alert_of
+from sidecar.notify.alerts import Alert, alert_of
 from sidecar.view import changes_view, incidents_view
 
 MAX_BODY_BYTES = 20_000
@@ -48,9 +48,13 @@ class Outgoing:
 
 
 def incident_event(
-    job_id: str, incident: Incident, fmt: WebhookFormat, *, external_url: str = GENERATOR_URL
+    job_id: str, incident: Incident, fmt: WebhookFormat, *, external_url: str
 ) -> Outgoing | None:
-    """The message that an incident fired, or that it resolved; None while it is pending."""
+    """The message that an incident fired, or that it resolved; None while it is pending.
+
+    Args:
+        external_url: address of the page, for links.
+    """
     if incident.state is IncidentState.PENDING or incident.fired_unix_ns is None:
         return None
     resolved = incident.state is IncidentState.RESOLVED

@@ -11,6 +11,8 @@ A process has one probe; it is the state of the one `WatchedProcess` at the end 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -20,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ntp_core.observe import NULL_OBSERVER, Observer
+from sidecar.probe.last_word import LastWord
 from sidecar.probe.leaving import Leaving
 from sidecar.probe.torch_hooks import TorchHooks
 from sidecar.probe.writer import ProbeObserver
@@ -44,6 +47,7 @@ class WatchedProcess:
         self._has_failed = False
         self._has_exit_hooks = False
         self._leaving = Leaving(self._step)
+        self._last_word = LastWord()
         self._gc_begin_ns = 0
 
     # -- becoming a rank
@@ -92,6 +96,9 @@ class WatchedProcess:
             sys.stderr.write(f"ntp-sidecar: this rank is not watched: {error}\n")
             return
         self._add_exit_hooks()
+        with contextlib.suppress(OSError, AttributeError, ctypes.ArgumentError):
+            if self.observer.ring is not None:
+                self._last_word.arm(self.observer.ring.path)
         self.observer.measure_cost()
 
     # -- leaving
@@ -128,6 +135,7 @@ class WatchedProcess:
     def _after_fork(self) -> None:
         """In a forked child: the ring belongs to the parent, this process is no rank."""
         self._is_child = True
+        self._last_word.forget()
         self._is_explicit = False
         self._has_failed = False
         if self.observer is not None:

@@ -5,7 +5,8 @@ Python runs `atexit` without telling the status, so it is pieced together:
 - the outermost frame ended with a return: 0;
 - an exception that nobody caught was shown (`sys.excepthook`): 1, or 130 for Ctrl-C;
 - `sys.exit`, `exit` or `quit` was called last: what that call asked for;
-- else (`raise SystemExit(n)`, a program that embeds Python): unknown, which is said so.
+- else (`raise SystemExit(n)`, a program that embeds Python): unknown, which is said so; then what
+  the C library was told counts (`sidecar.probe.last_word`), where it could be noted.
 
 The wrapped functions behave as before, and nothing here may raise into the job.
 """

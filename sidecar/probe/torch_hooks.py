@@ -2,9 +2,9 @@
 
 Importing this module imports no torch; `TorchHooks.arm` needs it loaded already. Used are torch's
 official global optimizer step hooks; the functions of `torch.distributed`,
-`torch.autograd.backward`, `GradScaler.scale` and the data loader's `__next__` are wrapped. Not
-used, because of their cost or because they take the user's place: module hooks, DDP communication
-hooks, tensor modes.
+`torch.autograd.backward`, `GradScaler.scale`, `torch.save` and the data loader's `__next__` are
+wrapped. Not used, because of their cost or because they take the user's place: module hooks, DDP
+communication hooks, tensor modes.
 
 Each hook swallows its own errors and switches itself off after `MAX_ERRORS` of them. What
 distributed data parallel does in C++ passes no Python function and stays unseen: its waiting time
@@ -130,6 +130,7 @@ class TorchHooks:
         self._hook("arm distributed", self._arm_distributed)(torch)
         self._hook("arm backward", self._arm_backward)(torch)
         self._hook("arm data", self._arm_data)()
+        self._hook("arm save", self._arm_save)(torch)
 
     def _observer(self) -> ProbeObserver | None:
         """The probe, with a step meter ready for it."""
@@ -330,6 +331,36 @@ class TorchHooks:
     def _got_batch(self, begin_ns: int) -> None:
         if self._observer() is not None and self._meter is not None:
             self._meter.data(begin_ns, time.monotonic_ns())
+
+    # -- checkpoints
+
+    def _arm_save(self, torch: Any) -> None:
+        original = torch.save
+        begin = self._hook("save begin", self._before_save)
+        end = self._hook("save end", self._after_save)
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            begin_ns = begin()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if begin_ns is not None:
+                    end(begin_ns)
+
+        torch.save = torch.serialization.save = save
+
+    def _before_save(self) -> int | None:
+        observer = self._observer()
+        if observer is None:
+            return None
+        observer.save_begin()
+        return time.monotonic_ns()
+
+    def _after_save(self, begin_ns: int) -> None:
+        observer = self._observer()
+        if observer is not None:
+            observer.save_end(time.monotonic_ns() - begin_ns)
 
 
 class LossReader:

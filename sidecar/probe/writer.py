@@ -39,6 +39,8 @@ _EXCEPTION = int(Kind.EXCEPTION)
 _EXIT = int(Kind.EXIT)
 _FAULT_INJECTED = int(Kind.FAULT_INJECTED)
 _PROBE_COST = int(Kind.PROBE_COST)
+_SAVE_BEGIN = int(Kind.SAVE_BEGIN)
+_SAVE_END = int(Kind.SAVE_END)
 
 
 class ProbeObserver:
@@ -235,6 +237,20 @@ class ProbeObserver:
             if duration_ns:
                 self._gc_ns[generation] = 0
                 self._emit(_GC_PAUSE, generation, 0, duration_ns)
+
+    def save_begin(self) -> None:
+        """The rank begins to write a checkpoint, which takes as long as it takes."""
+        try:
+            self._emit(_SAVE_BEGIN, 0, 0, self._step)
+        except Exception:
+            self._fail()
+
+    def save_end(self, duration_ns: int) -> None:
+        """It is written, or has failed."""
+        try:
+            self._emit(_SAVE_END, 0, 0, self._step, duration_ns)
+        except Exception:
+            self._fail()
 
     def exception(self) -> None:
         """The rank dies of an exception that nobody caught."""

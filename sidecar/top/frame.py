@@ -23,6 +23,8 @@ _MARKS = {
     "healthy": ("✓", "green"),
     "degraded": ("▲", "yellow"),
     "critical": ("✖", "bold red"),
+    "starting": ("▷", "cyan"),
+    "ended": ("○", "bright_black"),
     "unknown": ("?", "bright_black"),
     "ok": ("✓", "green"),
     "slow": ("▲", "yellow"),
@@ -64,7 +66,7 @@ def frame(seen: Seen, *, width: int, height: int | None) -> RenderableType:
         _step_times(snapshot["job"], width),
         Text(),
         *_changes(snapshot["changes"]),
-        _checks(snapshot["checks"]),
+        _checks(snapshot["checks"], snapshot["job"]["status"]),
     ]
     return Group(*parts)
 
@@ -92,6 +94,8 @@ def _head(snapshot: Json) -> Text:
     same = f"{job['replicas_identical_steps']} of {compared} steps" if compared else "not compared"
     head = Text(job["job_id"], style="bold").append("  ")
     head.append_text(_mark(job["status"]))
+    if job["status"] == "ended" and job["exit_status"] is not None:
+        head.append(f", exit status {job['exit_status']}")
     head.append(f"  step {number(job['step'], 0)}  {duration(job['step_time_s'])}")
     loss = "not finite" if job["loss_is_finite"] is False else number(job["loss"])
     head.append(f"  loss {loss}{first}\n")
@@ -222,9 +226,13 @@ def _judged(change: Json) -> str:
     return f"{duration(before)} → {duration(after)}{verdict}"
 
 
-def _checks(checks: list[Json]) -> Text:
-    waiting = [c["name"] for c in checks if not c["ready"]]
-    text = f"checks: {len(checks) - len(waiting)} of {len(checks)} can judge"
-    if waiting:
+def _checks(checks: list[Json], status: str) -> Text:
+    silent = [c for c in checks if not c["ready"]]
+    text = f"checks: {len(checks) - len(silent)} of {len(checks)} can judge"
+    waiting = [c["name"] for c in silent if c["applies"]]
+    useless = [c["name"] for c in silent if not c["applies"]]
+    if waiting and status != "ended":  # then no more data will come
         text += f"; waiting for data: {', '.join(waiting)}"
+    if useless:
+        text += f"; not applicable: {', '.join(useless)}"
     return Text(text, style="bright_black")

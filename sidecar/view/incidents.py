@@ -17,10 +17,12 @@ _INFO = {c.name: c for c in CHECKS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """What is counted for one check: runs in which it could judge, and those that found a fault."""
+    """What is counted for one check: runs in which it could judge, and those that found a fault.
+    `applies`: whether it can ever judge this job."""
 
     name: str
     ready: bool
+    applies: bool = True
     runs: int
     failures: int
 
@@ -42,6 +44,7 @@ def _check_view(row: CheckRow, firing: int) -> dict[str, Any]:
     return {
         "name": row.name,
         "family": info.family if info else "",
+        "applies": row.applies,
         "ready": row.ready,
         "runs": row.runs,
         "failures": row.failures,

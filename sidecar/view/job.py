@@ -46,8 +46,25 @@ def job_view(
         "replicas_identical_steps": job.identical_steps,
         "replicas_checked_steps": job.checked_steps,
         "started_unix_s": min(starts) / 1e9 if starts else None,
-        "status": _status(ranks, lead, incidents, now_ns - progress_limit_ns),
+        "status": _status(
+            ranks, lead, incidents, now_ns - progress_limit_ns, has_trained=job.has_trained
+        ),
+        "exit_status": _exit_status(ranks),
     }
+
+
+def _has_ended(ranks: list[RankState]) -> bool:
+    return bool(ranks) and all(r.exited is not None or r.alive is False for r in ranks)
+
+
+def _exit_status(ranks: list[RankState]) -> int | None:
+    """The job's exit status by those of its ranks: the first that is not 0; None while one runs,
+    and where one left without telling."""
+    if not _has_ended(ranks):
+        return None
+    by_rank = [r.exited for r in sorted(ranks, key=lambda r: r.rank)]
+    failed = next((s for s in by_rank if s is not None and s > 0), None)
+    return failed if failed is not None or any(s != 0 for s in by_rank) else 0
 
 
 def _step(job: JobState) -> int | None:
@@ -88,9 +105,11 @@ def _status(
     lead: RankState | None,
     incidents: Iterable[Incident],
     fresh_after_ns: int,
+    *,
+    has_trained: bool,
 ) -> str:
     """One word for the job. A firing incident, or a loss that is no number any more, says more than
-    silence does, so it comes first."""
+    its end or silence does, so it comes first."""
     if not ranks:
         return "unknown"
     firing = {i.finding.severity for i in incidents if i.state is IncidentState.FIRING}
@@ -98,6 +117,10 @@ def _status(
         return "critical"
     if Severity.WARNING in firing or _loss_is_finite(lead) is False:
         return "degraded"
+    if _has_ended(ranks):
+        return "ended"
+    if not has_trained:
+        return "starting"  # loading may take longer than any silence of a running job
     if max(r.last_progress_ns for r in ranks) < fresh_after_ns:
         return "unknown"
     return "healthy"

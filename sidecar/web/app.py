@@ -18,11 +18,15 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from sidecar.catalog import CHECKS
 from sidecar.web.guard import Guard, json_response
 from sidecar.web.openapi import openapi_document
 from sidecar.web.stream import STREAM_LIMITS, SnapshotSource, SnapshotStream, StreamLimits
 
 STATIC = Path(__file__).parent / "static"
+RUNBOOKS = Path(__file__).parent / "runbooks"  # alerts/runbooks
+RUNBOOK_NAMES = frozenset(f"{c.alert}.md" for c in CHECKS)
+"""Those that an incident names; nothing else is served from there."""
 LISTS = ("ranks", "changes", "incidents", "checks")
 
 Metrics = Callable[[str | None], tuple[bytes, str]]
@@ -58,6 +62,7 @@ def create_app(
         routes=[
             Route("/", _page),
             Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/runbooks/{name}", _runbook),
             Route("/metrics", show_metrics),
             _probe("/healthz", source.health),
             _probe("/readyz", source.ready),
@@ -77,6 +82,15 @@ def create_app(
 
 def _page(_: Request) -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-store"})
+
+
+def _runbook(request: Request) -> Response:
+    """What to do about an incident, as plain text: Markdown reads well as it is."""
+    name = request.path_params["name"]
+    path = RUNBOOKS / name
+    if name not in RUNBOOK_NAMES or not path.is_file():
+        raise HTTPException(404, f"no runbook '{name}' here; see alerts/runbooks of the project")
+    return FileResponse(path, media_type="text/plain; charset=utf-8")
 
 
 # Plain functions, not coroutines: they run in threads, so a slow one does not hold up the streams.

@@ -72,7 +72,8 @@ JOB = _object(
     replicas_identical_steps=COUNT,
     replicas_checked_steps=COUNT,
     started_unix_s=_or_null(NUMBER),
-    status=_one_of("healthy", "degraded", "critical", "unknown"),
+    status=_one_of("healthy", "degraded", "critical", "starting", "ended", "unknown"),
+    exit_status=_or_null(COUNT),
 )
 
 COLLECTIVE = _object(
@@ -174,9 +175,11 @@ INCIDENT = _object(
 )
 
 CHECK = _object(
-    "One check. While it is not ready its silence means unknown.",
+    "One check. While it is not ready its silence means unknown; `applies` is false where it "
+    "can never judge this job.",
     name=TEXT,
     family=TEXT,
+    applies=FLAG,
     ready=FLAG,
     runs=COUNT,
     failures=COUNT,

@@ -79,6 +79,13 @@ class WebServer:
         return f"http://{host}:{self.port}"
 
     @property
+    def link(self) -> str:
+        """Address for links that others follow: on all addresses, the name of this machine."""
+        if self.host not in ("0.0.0.0", "::"):
+            return self.url
+        return f"http://{socket.gethostname()}:{self.port}"
+
+    @property
     def is_running(self) -> bool:
         """Whether its thread lives."""
         return self._thread.is_alive()

@@ -15,7 +15,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.wire.ring import HEAD_OFFSET, HEADER_SIZE, RingRefused, open_ring
+from sidecar.wire.ring import (
+    HEAD_OFFSET,
+    HEADER_SIZE,
+    STATUS,
+    STATUS_ARMED,
+    STATUS_OFFSET,
+    STATUS_UNSET,
+    RingRefused,
+    open_ring,
+)
 from sidecar.wire.schema import RECORD_SIZE, Record
 
 RECORD_DTYPE = np.dtype(
@@ -105,6 +114,13 @@ class RingReader:
         is_whole = (records["seq"] == expected) & (records["seq_end"] == expected)
         bad = int(len(records) - np.count_nonzero(is_whole))
         return Batch(records[is_whole] if bad else records, lost + self._new_dropped(), bad)
+
+    def exit_status(self) -> int | None:
+        """The status, 0 to 255, that the C library was told; None without one. Final once the
+        process is gone. Raises RingRefused for a file cut short."""
+        self._check_size()
+        status, _, armed = STATUS.unpack_from(self._map, STATUS_OFFSET)
+        return status & 0xFF if armed == STATUS_ARMED and status != STATUS_UNSET else None
 
     def _copy(self, first: int, last: int) -> Records:
         capacity = self.header.capacity

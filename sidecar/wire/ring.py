@@ -42,7 +42,13 @@ HEADER = struct.Struct("<8sHHHHIiiiiIQqq64s")
 CRC_OFFSET = HEADER.size
 CRC = struct.Struct("<I")
 COUNTERS = struct.Struct("<QQ")
+# the status the process ended with, as the C library was told; spare; whether it will be noted
+STATUS = struct.Struct("<iII")
+STATUS_OFFSET = 208
+STATUS_UNSET = -(1 << 31)  # exit(-1) is a status that programs really give
+STATUS_ARMED = 1
 assert CRC_OFFSET + CRC.size <= HEAD_OFFSET
+assert STATUS_OFFSET + STATUS.size <= HEADER_SIZE
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 

@@ -51,6 +51,8 @@ class Kind(IntEnum):
     EXIT = 15  # -; exit status; step; -; -; -   (the rank leaves in good order)
     FAULT_INJECTED = 16  # fault; rank; step; detail; -; -
     PROBE_COST = 17  # -; -; events timed; nanoseconds for all of them; -; -
+    SAVE_BEGIN = 18  # -; -; step; -; -; -   (the rank writes a checkpoint)
+    SAVE_END = 19  # -; -; step; duration_ns; -; -
 
 
 class Record(NamedTuple):

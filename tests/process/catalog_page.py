@@ -44,6 +44,7 @@ ZERO = {
     "nutp_probe_events_lost",
     "nutp_sidecar_tick_errors",
     "nutp_sidecar_bad_rings",
+    "nutp_sidecar_bad_records",
     "nutp_sidecar_series_dropped",
     "nutp_incidents_firing",
     "nutp_incidents",

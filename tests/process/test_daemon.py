@@ -258,6 +258,9 @@ def test_daemon_survives_a_failing_tick_and_keeps_the_first_traceback(tmp_path: 
     class Failing:
         name = "slow_rank"
 
+        def applies(self, job: JobState) -> bool:
+            return True
+
         def ready(self, job: JobState) -> bool:
             raise RuntimeError("of this test")
 

@@ -145,7 +145,10 @@ def test_page_shows_ranks_incident_change_and_checks(visit: Visit) -> None:
     expect(incident).to_have_count(1)
     expect(incident).to_contain_text("Rank 1 needs 3.1x the time of its peers")
     expect(incident).to_contain_text("last in 19 of 20 steps")
-    expect(incident).to_contain_text("alerts/runbooks/NutpRankSlow.md")
+    runbook = incident.get_by_role("link", name="Runbook NutpRankSlow")
+    expect(runbook).to_have_attribute("href", "/runbooks/NutpRankSlow.md")
+    text = page.request.get(str(page.evaluate("location.origin")) + "/runbooks/NutpRankSlow.md")
+    assert "## Act" in text.text()
     expect(page.locator("#incidents-past-title")).to_have_text("Resolved (1)")
     expect(page.locator("#changes")).to_contain_text("Epoch 2✓ committedrank slow, after step 23")
     expect(page.locator(".span")).to_have_count(12)
@@ -234,6 +237,44 @@ def test_page_chart_is_read_by_keyboard_and_pointer(visit: Visit) -> None:
     assert box is not None
     page.mouse.move(box["x"] + 60, box["y"] + 80)
     expect(page.locator("#chart-readout")).to_have_text("step 1: 807 ms")
+
+
+def test_page_chart_merges_marks_of_one_step(source: FixedSource, visit: Visit) -> None:
+    """Two incidents that opened at the same step are one mark with both texts and their number."""
+    first, second = divergence("Replica 1 differs."), divergence("Rank 4 is dead.")
+    second.id = "inc-4"
+    source.publish(shown(sample_job(steps=42), [first, second]))
+    marks = visit.page.locator(".mark-incident")
+    expect(visit.page.locator(".mark-count")).to_have_text("2")
+    expect(marks).to_have_count(1)
+    title = marks.locator("title").text_content()
+    assert title == "step 41: Rank 4 is dead.\nstep 41: Replica 1 differs." or title == (
+        "step 41: Replica 1 differs.\nstep 41: Rank 4 is dead."
+    )
+
+
+def test_page_of_an_ended_job_says_so_in_the_tab(source: FixedSource, visit: Visit) -> None:
+    """Ended, with the exit status; nothing is awaited any more."""
+    job = sample_job()
+    for rank in job.ranks.values():
+        rank.alive, rank.exited = False, 3
+    source.publish(shown(job, []))
+    expect(visit.page).to_have_title("ended, exit status 3 \u00b7 demo-1")
+    expect(visit.page.locator("#status")).to_have_text("\u25cb ended, exit status 3")
+    expect(visit.page.locator("#incidents-empty")).to_have_text(
+        "No open incident. The job has ended."
+    )
+
+
+def test_page_says_which_checks_can_never_apply(source: FixedSource, visit: Visit) -> None:
+    """They wait for no data."""
+    snapshot = shown(sample_job(), [])
+    snapshot["checks"][2]["applies"] = False
+    source.publish(snapshot)
+    expect(visit.page.locator("#checks tr").nth(2)).to_contain_text("not applicable")
+    expect(visit.page.locator("#incidents-empty")).to_contain_text(
+        "not applicable: replica_divergence"
+    )
 
 
 def test_page_incident_leads_to_its_change(visit: Visit) -> None:
@@ -328,6 +369,8 @@ def test_page_with_token_follows_and_keeps_it_in_links(browser: Browser) -> None
         link = visited.page.get_by_role("link", name="Report").get_attribute("href")
         assert link is not None
         assert link.endswith("/api/v1/report?token=a%20b%26c")
+        runbook = visited.page.get_by_role("link", name="Runbook").first.get_attribute("href")
+        assert runbook == "/runbooks/NutpRankSlow.md?token=a%20b%26c"
         visited.close()
 
 

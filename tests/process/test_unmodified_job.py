@@ -33,6 +33,8 @@ def main():
         for p in model.parameters():
             dist.all_reduce(p.grad)
         optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), sys.argv[2])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -59,7 +61,17 @@ def test_steps_and_collectives_of_both_ranks_are_seen(tmp_path: Path, workers: s
     script.write_text(SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(run_dir), sys.executable, *torchrun, script, workers],
+        [
+            sys.executable,
+            "-c",
+            LAUNCH,
+            str(run_dir),
+            sys.executable,
+            *torchrun,
+            script,
+            workers,
+            str(tmp_path / "saved.pt"),
+        ],
         capture_output=True,
         text=True,
         timeout=170,
@@ -71,6 +83,8 @@ def test_steps_and_collectives_of_both_ranks_are_seen(tmp_path: Path, workers: s
     job = ingest.job
     assert sorted(job.ranks) == [0, 1]
     assert len(list(run_dir.iterdir())) == 2
+    assert (job.ranks[0].saved_ns > 0, job.ranks[1].saved_ns) == (True, 0)
+    assert not job.ranks[0].is_saving
     for rank in job.ranks.values():
         assert [s.step for s in rank.steps] == list(range(1, STEPS + 1))
         assert rank.ops[Op.ALL_REDUCE].count == STEPS * TENSORS

@@ -69,7 +69,12 @@ def sidecar(tmp_path: Path, receiver: ScriptedReceiver) -> Iterator[Sidecar]:
 
 def ids(*numbers: int) -> list[str]:
     """The ids under which these incidents must arrive."""
-    events = [incident_event("job", filled.incident(number=n), WebhookFormat.NUTP) for n in numbers]
+    events = [
+        incident_event(
+            "job", filled.incident(number=n), WebhookFormat.NUTP, external_url="http://h/"
+        )
+        for n in numbers
+    ]
     return [e.id for e in events if e is not None]
 
 

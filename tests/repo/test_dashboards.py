@@ -25,7 +25,7 @@ from tests.repo.promql import RATES, ROOT, Selected, faults, recorded, rules, se
 Json = dict[str, Any]
 
 FOLDER = ROOT / "dashboards"
-UNITS = {"none", "short", "percentunit", "s", "bytes", "Bps", "cps"}
+UNITS = {"none", "short", "percentunit", "s", "bytes", "binBps", "cps"}
 """The part of Grafana's list of value formats that we use."""
 
 with warnings.catch_warnings():

@@ -24,7 +24,9 @@ FINDINGS = ("sidecar.catalog", "sidecar.ingest*", "sidecar.checks*", "sidecar.in
 STATE = (*FINDINGS, "sidecar.view*")
 """What exporters, notifiers and the page may know: findings and state, not each other."""
 
-JUDGES = tuple(f"sidecar.{name}" for name in ("advice", "judge", "proposals", "report", "watch"))
+JUDGES = tuple(
+    f"sidecar.{name}" for name in ("advice", "judge", "proposals", "refusals", "report", "watch")
+)
 """What a tick does with findings: knows neither how they are shown nor how they are sent."""
 
 SETTINGS = ("sidecar", "sidecar.errors", "sidecar.config")

@@ -49,8 +49,8 @@ def test_webhook_page_shows_every_type_with_the_fields_that_are_sent() -> None:
     """The examples have the same keys as real events."""
     fired, resolved = filled.incident(), filled.incident(IncidentState.RESOLVED)
     sent = [
-        incident_event("demo-1", fired, WebhookFormat.NUTP),
-        incident_event("demo-1", resolved, WebhookFormat.NUTP),
+        incident_event("demo-1", fired, WebhookFormat.NUTP, external_url="http://h/"),
+        incident_event("demo-1", resolved, WebhookFormat.NUTP, external_url="http://h/"),
         change_event("demo-1", filled.change(), WebhookFormat.NUTP, unix_offset_ns=0),
     ]
     bodies = {b["type"]: b for b in (json.loads(m.body) for m in sent)}

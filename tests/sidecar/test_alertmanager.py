@@ -20,6 +20,7 @@ from tests.support import filled
 from tests.support.servers import free_port, require_binary, start_alertmanager, wait_until
 
 S = 1_000_000_000
+PAGE = "http://node7:9999/"
 
 
 def now_incident(
@@ -44,7 +45,7 @@ def test_real_alertmanager_shows_an_incident_and_drops_it_when_resolved(tmp_path
     with start_alertmanager(tmp_path) as server:
         client = AlertmanagerClient(server.url + "/")
         fired = now_incident()
-        client.post([alert_of("demo-1", fired)])
+        client.post([alert_of("demo-1", fired, PAGE)])
         (alert,) = wait_until(lambda: active(server.url), "alert shown")
         assert alert["labels"] == {
             "alertname": "NutpRankSlow",
@@ -60,7 +61,7 @@ def test_real_alertmanager_shows_an_incident_and_drops_it_when_resolved(tmp_path
         assert alert["annotations"]["description"] == "busy: 0.28 s; slowness: 3.1x"
         resolved = now_incident(IncidentState.RESOLVED)
         resolved.fired_unix_ns = fired.fired_unix_ns
-        client.post([alert_of("demo-1", resolved)])
+        client.post([alert_of("demo-1", resolved, PAGE)])
         wait_until(lambda: not active(server.url), "alert gone")
         client.close()
 
@@ -68,13 +69,18 @@ def test_real_alertmanager_shows_an_incident_and_drops_it_when_resolved(tmp_path
 def test_feed_follows_incidents_through_an_alertmanager_that_starts_late(tmp_path) -> None:
     """Posts fail until it is there; then firing, a change of severity and the end all arrive."""
     feed = AlertmanagerFeed(
-        AlertmanagerClient(f"http://127.0.0.1:{free_port()}"), repost_s=60, retry_s=0.05
+        AlertmanagerClient(f"http://127.0.0.1:{free_port()}"),
+        external_url=PAGE,
+        repost_s=60,
+        retry_s=0.05,
     )
     feed.start()
     feed.update("demo-1", [now_incident(IncidentState.PENDING), now_incident()])
     assert feed.stop()
     with start_alertmanager(tmp_path) as server:
-        feed = AlertmanagerFeed(AlertmanagerClient(server.url), repost_s=60, retry_s=0.05)
+        feed = AlertmanagerFeed(
+            AlertmanagerClient(server.url), external_url=PAGE, repost_s=60, retry_s=0.05
+        )
         feed.start()
         feed.update("demo-1", [now_incident(IncidentState.PENDING)])
         feed.update("demo-1", [now_incident()])
@@ -100,7 +106,7 @@ def test_feed_repeats_firing_alerts_and_retries_the_resolved_one() -> None:
 
     with WebhookReceiver(None, reply=reply) as receiver:
         client = AlertmanagerClient(receiver.url.removesuffix("/webhook"))
-        feed = AlertmanagerFeed(client, repost_s=0.05, retry_s=0.05)
+        feed = AlertmanagerFeed(client, external_url=PAGE, repost_s=0.05, retry_s=0.05)
         feed.start()
         feed.update("j", [now_incident()])
         receiver.wait_for(lambda r: len(r) == 3, 20)
@@ -115,7 +121,7 @@ def test_feed_drops_a_resolved_alert_once_accepted(tmp_path) -> None:
     """With nothing left to tell the feed is silent, also when it stops."""
     with WebhookReceiver(None) as receiver:
         client = AlertmanagerClient(receiver.url.removesuffix("/webhook"))
-        feed = AlertmanagerFeed(client, repost_s=0.02, retry_s=0.02)
+        feed = AlertmanagerFeed(client, external_url=PAGE, repost_s=0.02, retry_s=0.02)
         feed.start()
         feed.update("j", [now_incident()])
         feed.update("j", [now_incident(IncidentState.RESOLVED)])
@@ -130,7 +136,7 @@ def test_refused_alerts_raise(tmp_path) -> None:
     """What Alertmanager answers with an error is an error here."""
     with start_alertmanager(tmp_path) as server:
         client = AlertmanagerClient(server.url)
-        alert = alert_of("demo-1", now_incident())
+        alert = alert_of("demo-1", now_incident(), PAGE)
         with pytest.raises(httpx.HTTPStatusError):
             client.post([replace(alert, labels=dict.fromkeys(alert.labels, ""))])
         client.close()
@@ -148,10 +154,12 @@ def test_our_format_4_body_has_the_keys_of_the_real_one(tmp_path) -> None:
         with start_alertmanager(tmp_path, config) as server:
             client = AlertmanagerClient(server.url)
             incident = now_incident()
-            client.post([alert_of("demo-1", incident)])
+            client.post([alert_of("demo-1", incident, PAGE)])
             real = json.loads(receiver.wait_for(lambda r: len(r) >= 1, 60)[0].body)
             client.close()
-    ours = json.loads(incident_event("demo-1", incident, WebhookFormat.ALERTMANAGER).body)
+    ours = json.loads(
+        incident_event("demo-1", incident, WebhookFormat.ALERTMANAGER, external_url=PAGE).body
+    )
     assert {k: type(v) for k, v in real.items()} == {k: type(v) for k, v in ours.items()}
     assert real["alerts"][0].keys() == ours["alerts"][0].keys()
     for key in ("labels", "annotations", "status"):

@@ -222,6 +222,13 @@ thread = threading.Thread(target=lambda: sys.exit(3))
 thread.start()
 thread.join()
 """
+FORKED = """
+import os
+if os.fork() == 0:
+    raise SystemExit(8)
+os.wait()
+"""
+EMBEDDED = "import ctypes\nctypes.pythonapi.Py_Exit(9)\n"
 STEPS_AFTER = CAUGHT + "train(2)\nraise SystemExit(0)\n"
 
 
@@ -241,9 +248,16 @@ STEPS_AFTER = CAUGHT + "train(2)\nraise SystemExit(0)\n"
         ("raise KeyboardInterrupt", 130, True),
         (CAUGHT, 0, False),
         (IN_A_THREAD, 0, False),
-        # From inside these cannot be told apart, so neither is called a fault.
-        ("raise SystemExit(3)", -1, False),
-        (STEPS_AFTER, -1, False),
+        # What Python does not tell, the C library notes.
+        ("raise SystemExit(3)", 3, True),
+        ("raise SystemExit(-1)", 255, True),
+        ("raise SystemExit(None)", 0, False),
+        ("raise SystemExit", 0, False),
+        ("raise SystemExit('bad')", 1, True),
+        ("raise SystemExit(256 + 7)", 7, True),
+        (STEPS_AFTER, 0, False),
+        (FORKED + "raise SystemExit(5)", 5, True),
+        (EMBEDDED, 9, True),
     ],
 )
 def test_exit_status_is_the_true_one_or_unknown(

@@ -9,6 +9,7 @@ import pytest
 from ntp_core.observe import Reason
 from sidecar.checks.finding import Finding, Severity
 from sidecar.checks.no_progress import NoProgress, ProgressLimits, process_state
+from sidecar.config import load
 from tests.support.jobs import DrivenJob, plan_of
 
 EVEN = ((8, 8, 8), (12, 12))
@@ -142,6 +143,7 @@ def test_no_progress_long_steps_learn_a_longer_limit_with_a_ceiling() -> None:
         job = DrivenJob(plan_of(((8, 8, 8),)), speed=step_s * 3 / 1.02)
         for _ in range(5):
             job.commit()
+        job.begin_step()
         assert after(job, NoProgress(state_of=States()), quiet_s) == []
         assert after(job, NoProgress(state_of=States()), loud_s - quiet_s)
 
@@ -151,6 +153,42 @@ def test_no_progress_change_in_progress_is_not_stuck_but_ages_out() -> None:
     job, check = started(), NoProgress(state_of=States())
     job.begin_change(plan_of(((9, 8, 7), (12, 12)), epoch=2), Reason.OPERATOR)
     assert after(job, check, 59) == []
+    assert after(job, check, 2)
+
+
+def test_no_progress_checkpoint_of_all_ranks_has_its_own_limit() -> None:
+    """The engine saves between two steps; a rank that others have left behind is not saving."""
+    job, check = started(), NoProgress(state_of=States())
+    job.commit()
+    assert after(job, check, 599) == []
+    assert after(job, check, 2), "it ages out"
+    job.commit()
+    job.begin_step()
+    job.state.ranks[3].step_open = None
+    job.enter([0, 1, 2, 4], seq=9)
+    (finding,) = after(job, check, 6.0)
+    assert finding.rank == 3
+
+
+def test_no_progress_rank_that_says_it_saves_is_waited_for() -> None:
+    """The others are in their next step already; the step after it is measured from its end."""
+    job, check = started(), NoProgress(state_of=States())
+    job.state.plan = None
+    job.enter([1, 2, 3, 4], seq=9)
+    job.state.ranks[0].is_saving = True
+    assert after(job, check, 500) == []
+    job.state.ranks[0].is_saving, job.state.ranks[0].saved_ns = False, job.clock.now_ns
+    assert after(job, check, 4.9) == []
+    (finding,) = after(job, check, 0.2)
+    assert finding.rank == 0
+
+
+def test_no_progress_limit_of_a_checkpoint_can_be_set() -> None:
+    """As the others."""
+    job = started()
+    job.state.ranks[0].is_saving = True
+    check = NoProgress(load({"progress_save_s": 20}).config.progress_limits(), States())
+    assert after(job, check, 19) == []
     assert after(job, check, 2)
 
 

@@ -18,6 +18,7 @@ from sidecar.run import settings_as_environment
 from sidecar.status import find_url, status_lines
 from sidecar.wire.process import is_running
 from sidecar.wire.rundir import SHARED_MEMORY, list_run_dirs
+from tests.support.sample_state import sample_snapshot
 
 COMMANDS = ("run", "daemon", "status", "top", "config")
 
@@ -248,7 +249,7 @@ def test_status_lines_name_what_is_wrong() -> None:
         "url": "http://127.0.0.1:9440",
         "job": {
             "job_id": "j", "status": "degraded", "step": 41, "loss": 2.31, "step_time_s": 0.31,
-            "loss_is_finite": True,
+            "loss_is_finite": True, "exit_status": None,
             "ranks_alive": 5, "ranks_dead": 0, "plan_epoch": None,
         },
         "ranks": [
@@ -268,6 +269,15 @@ def test_status_lines_name_what_is_wrong() -> None:
     assert "rank 0" not in text
     assert "warning: Rank 1. (inc-1, r.md)" in text
     assert "Old." not in text
+
+
+def test_status_lines_of_an_ended_job_say_so_with_its_exit_status() -> None:
+    """Ended is not unknown; before the first step a job is not healthy yet."""
+    status = {"url": "u", **sample_snapshot()}
+    status["job"] = {**status["job"], "status": "ended", "exit_status": 3}
+    assert status_lines(status)[0].startswith("job demo-1: ended, exit status 3, step 41,")
+    status["job"] = {**status["job"], "exit_status": None}
+    assert status_lines(status)[0].startswith("job demo-1: ended, step 41,")
 
 
 def test_run_hands_settings_to_the_sidecar_by_environment() -> None:

@@ -203,6 +203,20 @@ def test_absurd_share_is_counted_and_the_shares_known_stay(run_dir: Path, work: 
     assert reader.job.ranks[0].work == 0.3
 
 
+def test_refused_record_is_counted_on_the_page_of_metrics(run_dir: Path) -> None:
+    """Whoever looks at Prometheus only sees that something was left out."""
+    ring = ring_in(run_dir)
+    begin(ring)
+    emit(ring, 99, {})
+    daemon = Daemon(load({"port": 0}).config, run_dir, job_id=ring.header.job_id)
+    try:
+        daemon.tick()
+        text = daemon._metrics(None)[0].decode()
+    finally:
+        daemon.stop()
+    assert "nutp_sidecar_bad_records_total 1.0" in text
+
+
 @pytest.mark.parametrize("field", ["b", "c"])
 @pytest.mark.parametrize("value", [-1, 2**62])
 def test_absurd_duration_is_counted_and_left_out(run_dir: Path, field: str, value: int) -> None:

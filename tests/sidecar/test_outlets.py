@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,12 +13,19 @@ from sidecar.daemon import Daemon
 from sidecar.ingest.state import JobState
 from sidecar.notify.receiver import WebhookReceiver
 from sidecar.notify.signer import load_secret
+from sidecar.web.app import create_app
+from sidecar.web.server import WebServer
+from tests.support.web_source import FixedSource, fixed_metrics
 
 
 class Unspeakable:
     """A check with two findings: one holds what no JSON can say, the other is as usual."""
 
     name = "dead_rank"
+
+    def applies(self, job: JobState) -> bool:
+        """To any job."""
+        return True
 
     def ready(self, job: JobState) -> bool:
         """Always."""
@@ -35,6 +44,36 @@ class Unspeakable:
             signals={"x": signal},
             rank=rank,
         )
+
+
+def test_webhook_in_alertmanager_format_links_to_the_page_itself(tmp_path: Path) -> None:
+    """Wherever the page is: here on a free port."""
+    secret = load_secret(tmp_path / "state", environ={})
+    with WebhookReceiver(secret) as receiver:
+        settings = {
+            "port": 0,
+            "webhook_url": receiver.url,
+            "webhook_format": "alertmanager",
+            "state_dir": str(tmp_path / "state"),
+        }
+        daemon = Daemon(load(settings).config, tmp_path, checks=[Unspeakable()])
+        daemon.start()
+        try:
+            got = receiver.wait_for(lambda kept: len(kept) >= 1, 30)
+        finally:
+            daemon.stop()
+    body = json.loads(got[0].body)
+    assert body["externalURL"] == body["alerts"][0]["generatorURL"] == f"{daemon.url}/"
+
+
+def test_link_of_a_page_on_all_addresses_names_this_machine() -> None:
+    """0.0.0.0 is where it listens, and no place to go to from elsewhere."""
+    app = create_app(FixedSource(), token="t", metrics=fixed_metrics, report=dict)
+    server = WebServer(app, token="t", host="0.0.0.0", port=0)
+    try:
+        assert server.link == f"http://{socket.gethostname()}:{server.port}"
+    finally:
+        server.stop()
 
 
 def test_outlet_error_is_counted_and_the_other_message_arrives(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ntp_core.inbound.letter import Letter
 from ntp_core.observe import Reason
 from ntp_core.plan import Plan
-from ntp_core.proposal import FILE_NAME, Proposal, check_proposal
+from ntp_core.proposal import FILE_NAME, MAX_BYTES, Proposal, check_proposal
 from ntp_core.units import UnitKind
 from sidecar.advice import plan_for_slow_rank
 from sidecar.checks.finding import Finding, Severity
@@ -159,6 +162,91 @@ def test_proposal_ignored_is_withdrawn_and_made_again_after_the_cool_down(tmp_pa
     assert d.promises == {}
     job.clock.advance(11)
     assert consider(d, job, incident()) is not None
+
+
+def refuse(run_dir: Path, why: str) -> None:
+    """The job sets the proposal aside, as its inbox does."""
+    Letter(run_dir / FILE_NAME, MAX_BYTES).set_aside(why)
+
+
+def test_proposal_refused_is_shown_and_not_made_again(tmp_path: Path) -> None:
+    """The reason stands with the incident; a later incident about the rank gets no second one."""
+    job, d, shown = slow_job(), desk(tmp_path), incident()
+    made = consider(d, job, shown)
+    assert made is not None
+    refuse(tmp_path, "proposal names ranks [0, 1],\nthe job has [0]")
+    assert consider(d, job, shown) is None
+    assert d.pending is None and d.promises == {}
+    said = "refused by the job (proposal names ranks [0, 1], the job has [0]): replica 0: mlp "
+    assert shown.finding.signals["proposal"].startswith(said)
+    job.clock.advance(700)
+    again = incident(name="inc-2")
+    assert consider(d, job, shown) is None
+    assert consider(d, job, again) is None
+    assert again.finding.signals["proposal"].startswith(said)
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_proposal_of_the_way_back_refused_is_told_with_the_change(tmp_path: Path) -> None:
+    """The notice says that the change is being undone; then that the job did not take that."""
+    job, d = slow_job(), desk(tmp_path)
+    made = consider(d, job, incident())
+    assert made is not None
+    take(job, made)
+    consider(d, job)
+    change = job.state.changes[-1]
+    change.judged = "undone"
+    d.undo(job.state, change, now_ns=job.clock.now_ns, now_unix_ns=job.clock.unix_ns)
+    refuse(tmp_path, "not now")
+    notice = incident(None, "inc-9")
+    notice.finding = replace(notice.finding, subject="change 2")
+    consider(d, job, notice)
+    assert d.pending is None
+    assert notice.finding.signals["undo"].startswith("refused by the job (not now): replica 0")
+
+
+def test_proposal_refused_to_an_earlier_sidecar_is_known(tmp_path: Path) -> None:
+    """A sidecar that starts again does not ask the same once more."""
+    job = slow_job()
+    assert consider(desk(tmp_path), job, incident()) is not None
+    refuse(tmp_path, "not now")
+    shown = incident()
+    assert consider(desk(tmp_path), job, shown) is None
+    assert shown.finding.signals["proposal"].startswith("refused by the job (not now)")
+
+
+def test_proposal_refused_under_another_plan_may_be_made_again(tmp_path: Path) -> None:
+    """A refusal holds for the plan that the proposal was made from."""
+    job, d = slow_job(), desk(tmp_path)
+    consider(d, job, incident())
+    refuse(tmp_path, "stale")
+    consider(d, job, incident())
+    job.change(plan_of(((8, 8, 8), (11, 13)), epoch=2), Reason.OPERATOR)
+    job.clock.advance(60)
+    for _ in range(6):
+        job.commit({1: 3.0})
+    assert consider(d, job, incident()) is not None
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "noise", "nothing"])
+def test_proposal_gone_without_a_sound_refusal_waits_its_time(tmp_path: Path, kind: str) -> None:
+    """Whatever lies under the name of a refused one is passed over; an old reason is not taken."""
+    job, d = slow_job(), desk(tmp_path)
+    consider(d, job, incident())
+    (tmp_path / FILE_NAME).unlink()
+    strange = tmp_path / "proposal.refused.json"
+    match kind:
+        case "folder":
+            strange.mkdir()
+        case "pipe":
+            os.mkfifo(strange)
+        case "noise":
+            strange.write_bytes(b"\xff{")
+    assert consider(d, job, incident()) is None
+    assert d.pending is not None
+    job.clock.advance(61)
+    consider(d, job, incident())
+    assert d.pending is None
 
 
 def test_proposal_overtaken_by_another_change_is_withdrawn(tmp_path: Path) -> None:

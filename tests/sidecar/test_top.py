@@ -78,6 +78,21 @@ def test_frame_shows_the_sample_in_80_columns() -> None:
     assert "…" not in text
 
 
+def test_frame_tells_start_and_end_and_checks_that_cannot_apply() -> None:
+    """An ended job waits for no data; a check that can never judge the job waits neither."""
+    seen = sample_seen()
+    job, checks = seen.snapshot["job"], seen.snapshot["checks"]
+    checks[0] = {**checks[0], "ready": False, "applies": False}
+    job |= {"status": "starting"}
+    text = rendered(seen, width=120)
+    assert "▷ starting  step 41" in text
+    assert "waiting for data: replica_divergence; not applicable: slow_rank" in text
+    job |= {"status": "ended", "exit_status": 3}
+    text = rendered(seen, width=120)
+    assert "○ ended, exit status 3  step 41" in text
+    assert "waiting for data" not in text
+
+
 def test_frame_stale_is_said_first() -> None:
     """Old values are never shown without saying so."""
     lines = rendered(sample_seen(problem="the sidecar is silent")).splitlines()

@@ -125,8 +125,35 @@ def test_job_view_after_the_last_rank_left_keeps_its_step() -> None:
     job = sample_job()
     for rank in job.ranks.values():
         rank.alive, rank.exited = False, 0
-    view = job_view(job, [], now_ns=NOW_NS)
+    view = job_view(job, [], now_ns=NOW_NS + 60 * SECOND_NS)
     assert (view["step"], view["ranks_alive"], view["ranks_dead"]) == (41, 0, 0)
+    assert (view["status"], view["exit_status"]) == ("ended", 0)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [([0, 0], 0), ([0, 3], 3), ([1, 3], 1), ([0, None], None), ([-1, 0], None), ([-1, 7], 7)],
+)
+def test_job_view_exit_status_is_the_first_that_is_not_zero(
+    statuses: list[int | None], status: int | None
+) -> None:
+    """A rank that was killed or left without telling makes it unknown, unless another one told."""
+    job = JobState(job_id="j")
+    for rank, exited in enumerate(statuses):
+        job.ranks[rank] = RankState(rank=rank, pid=1, alive=False, exited=exited, steps_total=1)
+    view = job_view(job, [], now_ns=NOW_NS)
+    assert (view["status"], view["exit_status"]) == ("ended", status)
+    job.ranks[0].alive, job.ranks[0].exited = True, None
+    assert job_view(job, [], now_ns=NOW_NS)["exit_status"] is None
+
+
+def test_job_view_before_the_first_step_is_starting() -> None:
+    """Not healthy: nothing was trained yet, however long loading takes."""
+    job = JobState(job_id="j")
+    job.ranks[0] = RankState(rank=0, pid=1, alive=True, last_progress_ns=NOW_NS - 60 * SECOND_NS)
+    assert job_view(job, [], now_ns=NOW_NS)["status"] == "starting"
+    job.ranks[0].steps_total, job.ranks[0].last_progress_ns = 1, NOW_NS
+    assert job_view(job, [], now_ns=NOW_NS)["status"] == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -312,5 +339,6 @@ def test_checks_view_counts_firing_and_knows_strangers() -> None:
     rows = [*sample_checks(), CheckRow(name="new", ready=False, runs=0, failures=0)]
     view = checks_view(rows, sample_incidents())
     assert [c["firing"] for c in view] == [1, 0, 0, 0, 0]
+    assert all(c["applies"] for c in view)
     assert view[0]["family"] == "time"
     assert (view[4]["family"], view[4]["help"]) == ("", "")

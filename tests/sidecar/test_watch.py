@@ -9,6 +9,7 @@ from ntp_core.proposal import FILE_NAME, Proposal, check_proposal
 from sidecar.config import load
 from sidecar.incidents.incident import IncidentState
 from sidecar.incidents.tracker import Transition
+from sidecar.ingest.state import JobState, RankState
 from sidecar.watch import JobWatch, build_watch
 from tests.support.jobs import DrivenJob, plan_of
 
@@ -115,3 +116,26 @@ def test_watch_first_loss_is_kept(tmp_path: Path) -> None:
     story = Story(tmp_path)
     story.steps(3, {})
     assert story.watch.job.loss_first == 5.0 * 0.99
+
+
+def test_watch_rows_of_a_job_without_plan_say_what_can_never_apply(tmp_path: Path) -> None:
+    """Unknown until the job could have had a plan; then what compares shares or replicas is out."""
+    job = JobState(job_id="j")
+    watch = build_watch(load({}).config, job, tmp_path)
+    for rank in range(4):
+        job.ranks[rank] = RankState(rank=rank, pid=1, alive=True)
+    assert all(row.applies for row in watch.rows())
+    for state in job.ranks.values():
+        state.steps_total = 1
+    applies = {row.name: row.applies for row in watch.rows()}
+    assert applies == {
+        "slow_rank": False,
+        "no_progress": True,
+        "replica_divergence": False,
+        "dead_rank": True,
+    }
+    job.plan = plan_of(((2, 2), (2, 2)))
+    assert all(row.applies for row in watch.rows())
+    job.plan = plan_of(((2, 2),))
+    applies = {row.name: row.applies for row in watch.rows()}
+    assert (applies["slow_rank"], applies["replica_divergence"]) == (False, False)

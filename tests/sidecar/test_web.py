@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
+from sidecar.catalog import CHECKS
 from sidecar.ingest.state import JobState
 from sidecar.view import snapshot_view
 from sidecar.web.app import create_app
@@ -354,3 +355,15 @@ def test_server_stop_without_start_frees_the_port(source: FixedSource) -> None:
     server.stop()
     with serving(source, port=server.port) as again:
         assert httpx.get(f"{again.url}/healthz").status_code == 200
+
+
+def test_runbook_of_every_check_is_served_and_nothing_beside_them() -> None:
+    """Plain text, under the token as all else; no other name reaches a file."""
+    with serving(FixedSource(), token=TOKEN) as server, httpx.Client(base_url=server.url) as client:
+        for check in CHECKS:
+            answer = client.get(f"/runbooks/{check.alert}.md", params={"token": TOKEN})
+            assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+            assert answer.text.startswith(f"# {check.alert}\n")
+        for name in ("nothing.md", "..%2fapp.py", "%2e%2e/app.py"):
+            assert client.get(f"/runbooks/{name}", params={"token": TOKEN}).status_code == 404
+        assert client.get("/runbooks/NutpRankSlow.md").status_code == 401

@@ -34,6 +34,7 @@ from tests.support import filled
 from tests.support.servers import free_port, wait_until
 from tests.support.webhook_receiver import HANG, ScriptedReceiver
 
+PAGE = "http://node7:9999/"
 NUTP, ALERTMANAGER = WebhookFormat.NUTP, WebhookFormat.ALERTMANAGER
 NOW_S = (0.0,) * len(SCHEDULE_S)  # a schedule without waits
 HOUR_S = 3600.0
@@ -425,14 +426,18 @@ def test_retry_after_is_a_number_or_a_date(value, expected) -> None:
 
 def test_incident_events_tell_fired_and_resolved() -> None:
     """Types, time and data of our events; a pending incident is not told."""
-    assert incident_event("j", filled.incident(IncidentState.PENDING), NUTP) is None
-    fired = json.loads(incident_event("j", filled.incident(), NUTP).body)
+    assert (
+        incident_event("j", filled.incident(IncidentState.PENDING), NUTP, external_url=PAGE) is None
+    )
+    fired = json.loads(incident_event("j", filled.incident(), NUTP, external_url=PAGE).body)
     assert fired["type"] == "nutp.incident.fired"
     assert fired["timestamp"] == "2023-11-14T22:13:30.000Z"
     assert fired["data"]["job_id"] == "j"
     assert fired["data"]["incident"]["summary"].startswith("Rank 1 needs 3.1 times")
     assert fired["data"]["incident"]["runbook"] == "alerts/runbooks/NutpRankSlow.md"
-    resolved = json.loads(incident_event("j", filled.incident(IncidentState.RESOLVED), NUTP).body)
+    resolved = json.loads(
+        incident_event("j", filled.incident(IncidentState.RESOLVED), NUTP, external_url=PAGE).body
+    )
     assert (resolved["type"], resolved["timestamp"]) == (
         "nutp.incident.resolved",
         "2023-11-14T22:13:40.000Z",
@@ -445,14 +450,14 @@ def test_event_ids_are_stable_and_distinct() -> None:
     again = filled.incident()
     again.finding = filled.incident(severity=Severity.CRITICAL).finding
     ids = [
-        incident_event("j", fired, NUTP).id,
-        incident_event("k", fired, NUTP).id,
-        incident_event("j", filled.incident(number=2), NUTP).id,
-        incident_event("j", filled.incident(IncidentState.RESOLVED), NUTP).id,
+        incident_event("j", fired, NUTP, external_url=PAGE).id,
+        incident_event("k", fired, NUTP, external_url=PAGE).id,
+        incident_event("j", filled.incident(number=2), NUTP, external_url=PAGE).id,
+        incident_event("j", filled.incident(IncidentState.RESOLVED), NUTP, external_url=PAGE).id,
         change_event("j", filled.change(), NUTP, unix_offset_ns=filled.UNIX_OFFSET_NS).id,
     ]
     assert len(set(ids)) == len(ids)
-    assert incident_event("j", again, NUTP).id == ids[0]
+    assert incident_event("j", again, NUTP, external_url=PAGE).id == ids[0]
     assert ids[0] == "inc-1-fired-" + ids[0].rsplit("-", 1)[1]
     assert not [i for i in ids if "." in i], "a dot would be ambiguous in what is signed"
 
@@ -474,9 +479,12 @@ def test_change_event_has_the_change_without_its_spans() -> None:
 def test_alertmanager_format_has_the_fields_of_version_4() -> None:
     """The body has every field that a receiver of Alertmanager's webhooks reads."""
     for state, status in ((IncidentState.FIRING, "firing"), (IncidentState.RESOLVED, "resolved")):
-        body = json.loads(incident_event("j", filled.incident(state), ALERTMANAGER).body)
+        body = json.loads(
+            incident_event("j", filled.incident(state), ALERTMANAGER, external_url=PAGE).body
+        )
         assert (body["version"], body["status"], body["truncatedAlerts"]) == ("4", status, 0)
         alert = body["alerts"][0]
+        assert body["externalURL"] == alert["generatorURL"] == PAGE
         assert alert["status"] == status
         assert alert["labels"]["alertname"] == "NutpRankSlow"
         assert alert["labels"]["rank"] == "1"
@@ -491,6 +499,6 @@ def test_large_signals_do_not_break_the_size_limit() -> None:
     """A body stays below the limit; the summary is kept."""
     incident = filled.incident()
     incident.finding.signals.update({f"signal {n}": "x" * 200 for n in range(200)})
-    event = incident_event("j", incident, NUTP)
+    event = incident_event("j", incident, NUTP, external_url=PAGE)
     assert len(event.body) <= MAX_BODY_BYTES
     assert json.loads(event.body)["data"]["incident"]["summary"]

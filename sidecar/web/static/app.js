@@ -7,18 +7,17 @@ import { renderChecks } from "./checks.js";
 import { byId, el, keyed, setBadge, setText } from "./dom.js";
 import * as format from "./format.js";
 import { refreshAges, renderIncidents } from "./incidents.js";
+import { tokenQuery } from "./token.js";
 import { renderTopology } from "./topology.js";
 
 const STALE_AFTER_MS = 5000;
 const RETRY_MS = 3000;
-const token = new URLSearchParams(location.search).get("token");
 
 let newest = null; // { snapshot, at } of the last event; `at` is the browser's clock
 let isBroken = false; // the stream has an error and no snapshot came since
 
 function connect() {
-  const query = token === null ? "" : `?token=${encodeURIComponent(token)}`;
-  const stream = new EventSource(`/api/v1/stream${query}`);
+  const stream = new EventSource(`/api/v1/stream${tokenQuery}`);
   stream.addEventListener("snapshot", (event) => {
     newest = { snapshot: JSON.parse(event.data), at: Date.now() };
     isBroken = false;
@@ -70,16 +69,14 @@ function renderTitle(state) {
   if (newest === null) return;
   const { job, incidents } = newest.snapshot;
   const firing = incidents.filter((i) => i.state === "firing").length;
-  const lead = state === "stale" ? "stale" : firing ? `${firing} firing` : job.status;
+  const lead = state === "stale" ? "stale" : firing ? `${firing} firing` : format.statusWords(job);
   document.title = `${lead} \u00b7 ${job.job_id}`;
 }
 
-function renderHeader({ job, ranks }) {
+function renderHeader({ job }) {
   setText(byId("job-id"), job.job_id);
-  const hasEnded = ranks.length > 0 && ranks.every((r) => r.health === "exited");
-  const isQuiet = job.status === "healthy" || job.status === "unknown";
-  const ended = ["unknown", "\u25cb", "ended"];
-  setBadge(byId("status"), hasEnded && isQuiet ? ended : format.STATUS[job.status]);
+  const [tone, sign] = format.STATUS[job.status];
+  setBadge(byId("status"), [tone, sign, format.statusWords(job)]);
   keyed(byId("figures"), figures(job), (f) => f.name, createFigure, updateFigure);
 }
 
@@ -137,10 +134,7 @@ function updateFigure(node, { value, note, tone, title }) {
 }
 
 function keepToken() {
-  if (token === null) return;
-  for (const link of document.querySelectorAll("[data-keep-token]")) {
-    link.search = `?token=${encodeURIComponent(token)}`;
-  }
+  for (const link of document.querySelectorAll("[data-keep-token]")) link.search = tokenQuery;
 }
 
 keepToken();

@@ -6,6 +6,7 @@ import * as format from "./format.js";
 
 const HEIGHT = 208;
 const PAD = { left: 56, right: 12, top: 24, bottom: 24 };
+const MARK_WIDTH = 12; // pixels; nearer marks are shown as one
 const CLIP_FROM = 4; // a step this many times the 95th percentile leaves the scale
 
 const host = byId("chart");
@@ -109,17 +110,32 @@ const isShown = (mark) => mark.step >= scale.first && mark.step <= scale.last;
 
 function marks() {
   const nodes = [];
-  for (const mark of data.changes.filter(isShown)) {
-    const x = scale.x(mark.step);
+  for (const { x, text, number } of groups(data.changes)) {
     nodes.push(svg("line", { class: "mark-change", x1: x, x2: x, y1: PAD.top - 8, y2: scale.y(0) }));
-    nodes.push(titled(svg("path", { class: "mark-change-head", d: `M${x} ${PAD.top - 16}l5 5-5 5-5-5z` }), mark.text));
+    nodes.push(titled(svg("path", { class: "mark-change-head", d: `M${x} ${PAD.top - 16}l5 5-5 5-5-5z` }), text));
+    if (number > 1) nodes.push(label(number, x + 8, PAD.top - 7, "start", "mark-count"));
   }
-  for (const mark of data.incidents.filter(isShown)) {
-    const x = scale.x(mark.step);
+  for (const { x, text, number } of groups(data.incidents)) {
     const y = scale.y(0);
-    nodes.push(titled(svg("path", { class: "mark-incident", d: `M${x} ${y - 11}l6 11h-12z` }), mark.text));
+    nodes.push(titled(svg("path", { class: "mark-incident", d: `M${x} ${y - 11}l6 11h-12z` }), text));
+    if (number > 1) nodes.push(label(number, x, y - 14, "middle", "mark-count"));
   }
   return nodes;
+}
+
+/** Marks that would lie on each other become one, with all their texts and their number. */
+function groups(marks) {
+  const merged = [];
+  for (const mark of marks.filter(isShown).sort((a, b) => a.step - b.step)) {
+    const x = scale.x(mark.step);
+    const last = merged.at(-1);
+    if (last !== undefined && x - last.x < MARK_WIDTH) last.marks.push(mark);
+    else merged.push({ x, marks: [mark] });
+  }
+  return merged.map(({ x, marks: own }) => ({
+    x, number: own.length,
+    text: own.map((m) => (own.length > 1 ? `step ${format.integer(m.step)}: ${m.text}` : m.text)).join("\n"),
+  }));
 }
 
 function titled(node, text) {
@@ -152,8 +168,9 @@ function cursorMarks() {
 function readout() {
   const i = cursor === null ? data.steps.length - 1 : nearest(cursor);
   const step = data.steps[i];
-  const events = [...data.changes, ...data.incidents].filter((m) => m.step === step).map((m) => m.text);
-  const text = [`step ${format.integer(step)}: ${format.duration(data.times[i])}`, ...events].join(", ");
+  const events = [...data.changes, ...data.incidents].filter((m) => m.step === step).map((m) => m.text.replace(/\.$/, ""));
+  const head = `step ${format.integer(step)}: ${format.duration(data.times[i])}`;
+  const text = events.length ? `${head}, ${events.join("; ")}` : head;
   setText(byId("chart-readout"), text);
   root.setAttribute("aria-valuemin", data.steps[0]);
   root.setAttribute("aria-valuemax", data.steps.at(-1));

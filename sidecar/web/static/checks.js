@@ -34,5 +34,6 @@ function updateCheck(node, check, severity) {
 function stateOf(check, severity) {
   const [tone, sign] = format.SEVERITY[severity];
   if (check.firing) return [tone, sign, `${check.firing} firing`];
-  return check.ready ? ["ok", "\u2713", "quiet"] : ["unknown", "?", "unknown"];
+  if (check.ready) return ["ok", "\u2713", "quiet"];
+  return check.applies ? ["unknown", "?", "unknown"] : ["unknown", "\u2013", "not applicable"];
 }

@@ -101,8 +101,16 @@ export const STATUS = {
   healthy: ["ok", "\u2713", "healthy"],
   degraded: ["warning", "\u25b2", "degraded"],
   critical: ["critical", "\u2716", "critical"],
+  starting: ["info", "\u25b7", "starting"],
+  ended: ["unknown", "\u25cb", "ended"],
   unknown: ["unknown", "?", "unknown"],
 };
+
+/** The job's status in words: of an ended job with its exit status, where that is known. */
+export function statusWords(job) {
+  const isKnown = job.status === "ended" && job.exit_status !== null;
+  return isKnown ? `ended, exit status ${job.exit_status}` : STATUS[job.status][2];
+}
 
 export const HEALTH = {
   ok: ["ok", "\u2713", "ok"],

@@ -3,19 +3,20 @@
 import { chooseEpoch } from "./changes.js";
 import { byId, el, keyed, setBadge, setEmpty, setText } from "./dom.js";
 import * as format from "./format.js";
+import { tokenQuery } from "./token.js";
 
 const ORDER = { critical: 0, warning: 1, info: 2 };
 
 let shown = [];
 let announced = null; // ids of firing incidents already told; null before the first snapshot
 
-export function renderIncidents({ incidents, checks, ranks }) {
+export function renderIncidents({ incidents, checks, ranks, job }) {
   shown = incidents;
   const open = incidents.filter((i) => i.state !== "resolved").sort(byUrgency);
   const past = incidents.filter((i) => i.state === "resolved");
   const firing = open.filter((i) => i.state === "firing");
   setText(byId("incidents-note"), firing.length ? `${firing.length} firing` : "");
-  setEmpty(byId("incidents-empty"), open.length ? null : quietText(checks, ranks));
+  setEmpty(byId("incidents-empty"), open.length ? null : quietText(checks, ranks, job));
   keyed(byId("incidents-open"), open, (i) => i.id, createIncident, updateIncident);
   keyed(byId("incidents-resolved"), past, (i) => i.id, createIncident, updateIncident);
   byId("incidents-past").hidden = past.length === 0;
@@ -30,12 +31,17 @@ function byUrgency(a, b) {
 }
 
 /** Silence means health only where the checks can judge. */
-function quietText(checks, ranks) {
+function quietText(checks, ranks, job) {
   if (ranks.length === 0) return "Nothing to judge: no rank seen yet.";
-  const waiting = checks.filter((c) => !c.ready);
-  const judging = checks.length - waiting.length;
-  const quiet = `No open incident. ${judging} of ${format.count(checks.length, "check")} can judge`;
-  return waiting.length ? `${quiet}; still waiting for data: ${waiting.map((c) => c.name).join(", ")}.` : `${quiet}.`;
+  if (job.status === "ended") return "No open incident. The job has ended.";
+  const silent = checks.filter((c) => !c.ready);
+  const names = (list) => list.map((c) => c.name).join(", ");
+  const waiting = names(silent.filter((c) => c.applies));
+  const useless = names(silent.filter((c) => !c.applies));
+  const parts = [`${checks.length - silent.length} of ${format.count(checks.length, "check")} can judge`];
+  if (waiting) parts.push(`still waiting for data: ${waiting}`);
+  if (useless) parts.push(`not applicable: ${useless}`);
+  return `No open incident. ${parts.join("; ")}.`;
 }
 
 export function refreshAges() {
@@ -96,9 +102,18 @@ function links(incident) {
     .filter(([, value]) => value !== null).map(([name, value]) => `${name} ${value}`).join(", ");
   if (place) list.push({ key: "place", create: () => el("span", "", place) });
   if (incident.runbook !== null) {
-    list.push({ key: "runbook", create: () => el("span", "", "Runbook ", el("code", "", incident.runbook)) });
+    list.push({ key: "runbook", create: () => runbookLink(incident.runbook) });
   }
   return list;
+}
+
+/** The sidecar serves the runbooks itself; the path is that in the repository. */
+function runbookLink(path) {
+  const name = path.split("/").at(-1);
+  const link = el("a", "", `Runbook ${name.replace(".md", "")}`);
+  link.href = `/runbooks/${encodeURIComponent(name)}${tokenQuery}`;
+  link.title = path;
+  return link;
 }
 
 /** Tell screen readers about incidents that began to fire since the page was opened. */

@@ -143,7 +143,7 @@ function activityText(rank) {
 }
 
 function heardText(rank) {
-  if (rank.health === "exited") return `exit ${rank.exit_status}`;
+  if (rank.health === "exited") return rank.exit_status < 0 ? "left, status unknown" : `exit ${rank.exit_status}`;
   if (rank.progress_age_s === null) return format.UNKNOWN;
   const lost = rank.events_lost ? `, ${format.integer(rank.events_lost)} lost` : "";
   return `${format.age(rank.progress_age_s)} ago${lost}`;
