@@ -27,6 +27,7 @@ class FaultKind(IntEnum):
     FLIP_BIT = 1
     KILL = 2
     SLOW = 3  # done from outside; only noted here
+    STOP = 4  # until somebody sends SIGCONT
 
 
 class When(IntEnum):
@@ -79,6 +80,11 @@ def flip_bit(
 def kill_at(rank: int, step: int, when: When) -> Fault:
     """SIGKILL the rank at a point of a step."""
     return Fault(kind=FaultKind.KILL, rank=rank, step=step, when=when)
+
+
+def stop_at(rank: int, step: int, when: When) -> Fault:
+    """SIGSTOP the rank at a point of a step."""
+    return Fault(kind=FaultKind.STOP, rank=rank, step=step, when=when)
 
 
 def slow(rank: int, step: int = 0) -> Fault:

@@ -6,7 +6,7 @@ hold the same bits, so any replica's owner may give; the least loaded one does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ntp_core.plan import Plan
@@ -74,18 +74,23 @@ def moves_between(old: Held, new: Held, model: ModelUnits, turn: int = 0) -> tup
     return tuple(found)
 
 
-def elements_lower_bound(old: Plan, new: Plan, model: ModelUnits) -> int:
+def elements_lower_bound(
+    old: Plan, new: Plan, model: ModelUnits, holders: Collection[int] | None = None
+) -> int:
     """Elements that any change to the new shares must move, whichever units are chosen.
 
     A rank that goes from n to m > n units of a kind must receive m - n of them. All are of one size
     but the last, which may be smaller: it can be among them, once in a replica, unless a rank that
     loses nothing holds it already. Tensors whose blocks are shared are counted by the blocks that
     the new units cannot do without.
+
+    Args:
+        holders: ranks that hold what the old plan gave them; default: all.
     """
-    total = 0
+    total, there = 0, set(old.ranks).intersection(old.ranks if holders is None else holders)
     for t in model.tensors:
         if t.kind is None:  # newcomers need it whole
-            total += t.numel * len(set(new.ranks).difference(old.ranks))
+            total += t.numel * len(set(new.ranks).difference(there))
             continue
         num_units = model.counts[t.kind]
         last = num_units // t.sharing - 1
@@ -93,7 +98,7 @@ def elements_lower_bound(old: Plan, new: Plan, model: ModelUnits) -> int:
         for r in new.replicas:
             gained, is_last_kept = 0, False
             for dst in r.ranks:
-                have = blocks_held(old, t, dst) if dst in old.ranks else ()
+                have = blocks_held(old, t, dst) if dst in there else ()
                 need = -(-_share(new, t, dst) // t.sharing)
                 gained += max(0, need - len(have))
                 is_last_kept = is_last_kept or (last in have and need >= len(have))

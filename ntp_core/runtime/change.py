@@ -14,7 +14,7 @@ gone, then the others give what they held; ranks may be new, then they hold noth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -84,6 +84,7 @@ class Changer:
         step: int,
         adopt: Callable[[Plan], None],
         present: Plan | None = None,
+        holders: Collection[int] | None = None,
     ) -> bool:
         """Change to the proposal's plan; False when it was rolled back. Every rank takes part.
 
@@ -91,11 +92,13 @@ class Changer:
             step: last committed step.
             adopt: called with the new plan once its tensors are in place.
             present: plan A, where this rank is new to it; default: the plan of the model.
+            holders: ranks that hold what plan A gave them; default: all members it names. A rank
+                that died and is back under its number does not.
         """
         old, new = present or self._model.shards.plan, proposal.plan
         self._comm.observer.change_begin(new.epoch, proposal.reason, old.digest, new.digest, step)
         try:
-            return self._apply(proposal, step, adopt, old)
+            return self._apply(proposal, step, adopt, old, holders or old.ranks)
         except (PeerLost, RanksDisagree):
             if not self._decisions.is_pending:  # otherwise it is not known yet
                 self._fail(new.epoch)
@@ -105,9 +108,15 @@ class Changer:
         self._comm.observer.change_end(epoch, ChangeStatus.FAILED, 0, 0, 0)
 
     def _apply(
-        self, proposal: Proposal, step: int, adopt: Callable[[Plan], None], old: Plan
+        self,
+        proposal: Proposal,
+        step: int,
+        adopt: Callable[[Plan], None],
+        old: Plan,
+        holders: Collection[int],
     ) -> bool:
         observer, new = self._comm.observer, proposal.plan
+        living = set(holders).intersection(self._comm.world)
         if self._comm.is_leader:
             self._tell_prelude(proposal)
         with self._phase(new.epoch, ChangePhase.QUIESCE):
@@ -115,11 +124,11 @@ class Changer:
         placement = Placement(self._model.units, new, self._comm.rank)
         with self._phase(new.epoch, ChangePhase.REGROUP):
             self._comm.ensure_groups(groups_of(placement, self._mode))
-        planes = self._planes(old)
+        planes = self._planes(old, living)
         steps = optimizer_steps(self._comm, self._optimizer)
         before = self._fingerprints(planes)
-        moved, after, total, good = self._bring(planes, before, new)
-        bound = bytes_lower_bound(planes, moved.planes)  # now: `planes` follow the plan in force
+        moved, after, total, good = self._bring(planes, before, new, living)
+        bound = bytes_lower_bound(planes, moved.planes, living)  # now: `planes` follow the plan
 
         def act(words: torch.Tensor) -> None:
             is_good = not int(words[0])
@@ -136,9 +145,9 @@ class Changer:
         self._at(When.AFTER_ADOPTION)
         return good
 
-    def _planes(self, old: Plan) -> list[Plane]:
+    def _planes(self, old: Plan, living: Collection[int]) -> list[Plane]:
         planes = planes_of(self._model.shards, self._optimizer)
-        if self._comm.rank in old.ranks:
+        if self._comm.rank in living:
             return planes
         nowhere = Absent(self._model.units, old, self._comm.rank)
         return [
@@ -154,13 +163,13 @@ class Changer:
         ]
 
     def _bring(
-        self, planes: list[Plane], before: list[Vectors], new: Plan
+        self, planes: list[Plane], before: list[Vectors], new: Plan, living: Collection[int]
     ) -> tuple[Transferred, list[Vectors], int, bool]:
         """Transfer until it is right: what came, its fingerprints, bytes of all ranks and tries."""
-        known = [known_of(p.placement, self._index, self._comm.world) for p in planes]
+        known = [known_of(p.placement, self._index, living) for p in planes]
         total, good = 0, False
         for turn in range(MAX_TRIES):
-            moved = self._transfer(planes, new, turn)
+            moved = self._transfer(planes, new, living, turn)
             with self._phase(new.epoch, ChangePhase.VERIFY):
                 after = self._fingerprints(moved.planes)
                 silent = copies_agree(moved.planes, after, self._index, seed=self._seed)
@@ -171,10 +180,12 @@ class Changer:
                 break
         return moved, after, total, good
 
-    def _transfer(self, planes: list[Plane], new: Plan, turn: int) -> Transferred:
+    def _transfer(
+        self, planes: list[Plane], new: Plan, living: Collection[int], turn: int
+    ) -> Transferred:
         begin = time.monotonic_ns()
         self._at(When.IN_TRANSFER)
-        moved = transfer(self._comm, planes, new, turn)
+        moved = transfer(self._comm, planes, new, living, turn)
         self._comm.observer.change_phase(
             new.epoch, ChangePhase.TRANSFER, begin, time.monotonic_ns(), moved.bytes_received
         )

@@ -40,10 +40,13 @@ def is_kept(before: Vectors, after: Vectors, known: Known) -> bool:
     return bool(found.all())
 
 
-def bytes_lower_bound(old: Sequence[Plane], new: Sequence[Plane]) -> int:
+def bytes_lower_bound(old: Sequence[Plane], new: Sequence[Plane], holders: Collection[int]) -> int:
     """Bytes that any change to these shares must move, over all planes and ranks.
 
     A plane that the job holds once has no choice of units left: what its keepers lack must move.
+
+    Args:
+        holders: ranks that hold what the old plan gave them.
     """
     total = 0
     for a, b in zip(old, new, strict=True):
@@ -52,6 +55,6 @@ def bytes_lower_bound(old: Sequence[Plane], new: Sequence[Plane]) -> int:
             todo = moves_between(a.placement.held, b.placement.held, model)
             total += sum(m.numel for m in todo) * plane_bytes(a)
         else:
-            bound = elements_lower_bound(a.placement.plan, b.placement.plan, model)
+            bound = elements_lower_bound(a.placement.plan, b.placement.plan, model, holders)
             total += bound * plane_bytes(a)
     return total

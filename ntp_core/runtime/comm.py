@@ -215,7 +215,8 @@ class Comm:
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]  # the stub forgets the named operations
         options.timeout = self._limit
-        work = self._groups[ranks].allreduce([tensor], options)
+        # Without its graph: whatever still runs after a loss would keep old shapes alive with it.
+        work = self._groups[ranks].allreduce([tensor.detach()], options)
         self._running.append(work)
         return work
 

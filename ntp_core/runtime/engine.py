@@ -8,7 +8,7 @@ gradients are computed again, so that nothing built on wrong bits is ever commit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -183,11 +183,17 @@ class Engine:
         assert self.result is not None
         return self.result
 
-    def change(self, proposal: Proposal, present: Plan | None = None) -> bool:
+    def change(
+        self,
+        proposal: Proposal,
+        present: Plan | None = None,
+        holders: Collection[int] | None = None,
+    ) -> bool:
         """Change to the proposal's plan between steps; False when it was rolled back.
 
         Args:
-            present: the plan in force, where this rank has no place in it.
+            present, holders: the plan in force, where this rank is new, and the ranks that hold
+                what it gave them (see `Changer.apply`).
         """
 
         def adopt(plan: Plan) -> None:
@@ -195,7 +201,7 @@ class Engine:
             self.speeds = proposal.speeds
             self._announce()
 
-        return self.changer.apply(proposal, self.step, adopt, present)
+        return self.changer.apply(proposal, self.step, adopt, present, holders)
 
     def start_over(self, plan: Plan, tensors: list[torch.Tensor]) -> None:
         """Take a plan and tensors without regard to what was: the content comes from elsewhere."""

@@ -89,6 +89,8 @@ class Faults:
         self._observer.fault_injected(step, fault.kind, self._rank, fault.bit)
         if fault.kind is FaultKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind is FaultKind.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _take_due(faults: list[Fault], step: int, when: When) -> list[Fault]:

@@ -40,10 +40,10 @@ class LocalRanks:
             "127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False
         )
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._command, self._num_ranks, self._extra = list(command), num_ranks, dict(env or {})
         try:
             for rank in range(num_ranks):
-                environment = self._environment(rank, num_ranks, env or {})
-                self.processes.append(start_tied(command, environment, signal.SIGKILL))
+                self.processes.append(self._spawn(rank))
         except BaseException:  # no program, or a signal: those that were started must not be left
             self.stop()
             raise
@@ -58,6 +58,15 @@ class LocalRanks:
     def pids(self) -> list[int]:
         """Process ids by rank."""
         return [p.pid for p in self.processes]
+
+    def respawn(self, rank: int) -> None:
+        """Start a rank that has ended again, with the same command."""
+        assert self.processes[rank].poll() is not None, f"rank {rank} runs"
+        self.processes[rank] = self._spawn(rank)
+
+    def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
+        environment = self._environment(rank, self._num_ranks, self._extra)
+        return start_tied(self._command, environment, signal.SIGKILL)
 
     def poll(self) -> list[int | None]:
         """Exit codes by rank; None while a rank runs."""

@@ -7,7 +7,7 @@ untouched until the caller has verified the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,19 @@ class _Task:
     todo: Sequence[Move]
 
 
-def transfer(comm: Comm, planes: Sequence[Plane], new: Plan, turn: int = 0) -> Transferred:
-    """These planes under the plan `new`. Every rank of the world takes part; only they give.
+def transfer(
+    comm: Comm,
+    planes: Sequence[Plane],
+    new: Plan,
+    holders: Collection[int] | None = None,
+    turn: int = 0,
+) -> Transferred:
+    """These planes under the plan `new`. Every rank of the world takes part.
 
     Never raises for what a peer sent: the caller verifies, and rolls back when told incomplete.
 
     Args:
+        holders: who may give; default: all.
         turn: grows with each try; another one takes blocks from other holders.
     """
     known: dict[int, tuple[Placement, tuple[Move, ...]]] = {}
@@ -52,7 +59,8 @@ def transfer(comm: Comm, planes: Sequence[Plane], new: Plan, turn: int = 0) -> T
         here = plane.placement
         if id(here) not in known:
             there = here.under(new)
-            held = [{g: b for g, b in of.items() if g in comm.world} for of in here.held]
+            givers = set(comm.world if holders is None else holders)
+            held = [{g: b for g, b in of.items() if g in givers} for of in here.held]
             known[id(here)] = there, moves_between(held, there.held, here.model, turn)
         there, todo = known[id(here)]
         tensors = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ntp_core.faults import Fault, When, kill_at
+from ntp_core.faults import Fault, When, kill_at, stop_at
 from ntp_core.job import SaveConfig
 from ntp_core.observe import ChangePhase, ChangeStatus, Reason
 from ntp_core.plan import Plan
@@ -33,18 +33,25 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def run(
-    pool: RankPool, faults: Sequence[Fault], dead: set[int], plan: Plan = PLAN, **more: object
+    pool: RankPool,
+    faults: Sequence[Fault],
+    dead: set[int],
+    plan: Plan = PLAN,
+    steps: int = STEPS,
+    late: tuple[int, ...] = (),
+    **more: object,
 ) -> dict[int, Told]:
     """What each rank that is left tells."""
     size = max(plan.ranks) + 1
     answers = pool.run(
         elastic,
-        size + len(more.get("late", ())),  # type: ignore[arg-type]
+        size + len(late),
         expect_death=dead,
         config=CONFIG,
         plan=plan,
-        steps=STEPS,
+        steps=steps,
         faults=tuple(faults),
+        late=late,
         **more,
     )
     return {rank: told for rank, told in enumerate(answers) if told is not None}
@@ -76,7 +83,7 @@ def check_as_if_never_lost(
     assert [c[4] - back for c in begun] == list(steps)
     save = SaveConfig(folder=str(folder))
     losses: list[float] = []
-    for plan, until in zip(plans.values(), [*steps, STEPS], strict=True):
+    for plan, until in zip(plans.values(), [*steps, told[witness].at_step], strict=True):
         same = renumbered(plan)
         oracle = pool.run(
             resumed, len(plan.ranks), config=CONFIG, plan=same, save=save, steps=until
@@ -250,3 +257,81 @@ def test_last_rank_left_goes_on_alone(rank_pool: RankPool, tmp_path: Path) -> No
     plan = even(GROUPED, (1, 1), (3, 2))
     told = run(rank_pool, [kill_at(0, 4, When.AFTER_FORWARD)], {0}, plan)
     check_as_if_never_lost(rank_pool, told, [3], tmp_path)
+
+
+def test_newcomer_is_let_in_at_a_step_boundary_and_fed_by_its_peers(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """A rank that the job never had joins the weakest replica; nothing is restarted."""
+    plan = even(GROUPED, (3, 2), (3, 3))
+    told = run(rank_pool, [], set(), plan, late=(5,), let_in_at=3)
+    for t in told.values():
+        assert t.plan is not None
+        assert [r.ranks for r in t.plan.replicas] == [(0, 1, 2), (3, 4, 5)]
+        (change,) = calls_of(t.calls, "change_begin")
+        assert (change[1], change[4]) == (Reason.RANK_RETURNED, 3)
+        (end,) = calls_of(t.calls, "change_end")
+        assert (end[1], end[2]) == (ChangeStatus.COMMITTED, end[3])
+    check_as_if_never_lost(rank_pool, told, [3], tmp_path)
+
+
+def test_rank_dies_while_a_newcomer_is_fed(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The newcomer has nothing yet; both are sorted out in one go."""
+    faults = [kill_at(3, 0, When.IN_TRANSFER)]
+    told = run(rank_pool, faults, {3}, late=(5,), let_in_at=3)
+    for t in told.values():
+        assert t.plan is not None
+        assert [r.ranks for r in t.plan.replicas] == [(0, 1, 2), (4, 5)]
+    check_as_if_never_lost(rank_pool, told, [3], tmp_path)
+
+
+def test_newcomer_dies_while_it_is_fed(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The others stay with what they had."""
+    plan = even(GROUPED, (3, 2), (3, 3))
+    faults = [kill_at(5, 0, When.BEFORE_ADOPTION)]
+    told = run(rank_pool, faults, {5}, plan, late=(5,), let_in_at=3)
+    for t in told.values():
+        assert t.plan is not None
+        assert [r.ranks for r in t.plan.replicas] == [(0, 1, 2), (3, 4)]
+    check_as_if_never_lost(rank_pool, told, [3], tmp_path)
+
+
+def test_stopped_rank_is_left_behind_fenced_and_let_in_again(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """It wakes when the others have moved on: what it holds is old, and it knows."""
+    told = run(
+        rank_pool,
+        [stop_at(4, 4, When.AFTER_FORWARD)],
+        set(),
+        steps=9,
+        wake=(4, 5),
+        let_in_at=7,
+        give_up_s=3.0,
+    )
+    for rank, t in told.items():
+        begun = [(c[1], c[4]) for c in calls_of(t.calls, "change_begin")]
+        away, back = (Reason.RANK_DIED, 3), (Reason.RANK_RETURNED, 7)
+        assert begun == ([back] if rank == 4 else [away, back])
+    check_as_if_never_lost(rank_pool, told, [3, 7], tmp_path)
+
+
+def test_weak_replica_is_dropped_and_returns_when_it_is_strong_again(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """Its sequences go to the other meanwhile, its last rank stands by and loses its state."""
+    told = run(
+        rank_pool,
+        [kill_at(3, 3, When.AFTER_FORWARD)],
+        {3},
+        late=(5,),
+        knock_after=1,
+        let_in_at=5,
+        least_part=0.6,
+    )
+    for t in told.values():
+        assert t.plan is not None
+        assert [r.ranks for r in t.plan.replicas] == [(0, 1, 2), (4, 5)]
+    between = _plans(told[0])[2]
+    assert [(r.ranks, r.batch) for r in between.replicas] == [((0, 1, 2), 5)]
+    check_as_if_never_lost(rank_pool, told, [2, 5], tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,33 +82,40 @@ def elastic(
     steps: int,
     faults: tuple[Fault, ...] = (),
     late: tuple[int, ...] = (),
+    knock_after: int = 0,
     let_in_at: int = 0,
+    wake: tuple[int, int] | None = None,
     least_part: float = 0.0,
     save: SaveConfig | None = None,
     folder: Path | None = None,
     deaf: Mapping[int, tuple[int, int]] | None = None,
-    timeout_s: float = 20.0,
+    give_up_s: float = 20.0,
 ) -> Told:
     """Train to the end, whatever happens.
 
     Args:
-        late: ranks that are not of the first plan and knock as soon as the job runs.
-        let_in_at: step from which newcomers are let in: makes their coming repeatable.
+        late: ranks that are not of the first plan.
+        knock_after: generation that must have been formed before they knock.
+        let_in_at: the job makes this step only once somebody has knocked, and lets in after it;
+            0 lets in whenever.
+        wake: (rank, step): a rank that has stopped runs on after that step of the others.
         deaf: rank -> (step, count): it takes part in that decision after the step and learns
             nothing of what came out.
     """
     assert comm._store is not None
     store = PrefixStore("elastic", comm._store)
     observer = RecordingObserver()
-    own = DeafComm(comm.rank, 1, observer, timeout_s)
+    own = DeafComm(comm.rank, 1, observer, give_up_s)
     membership = Membership(store, comm.rank, PATIENCE)
     inbox = Inbox(folder)
     told = Told(calls=observer.calls)
     rank: list[ElasticRank] = []
 
     def control() -> int:
-        is_time = rank[0].trainer.step + 1 >= let_in_at
-        word = NEWCOMERS if is_time and membership.has_newcomers() else 0
+        step = rank[0].trainer.step + 1
+        while step == let_in_at and not membership.has_newcomers():
+            time.sleep(0.01)
+        word = NEWCOMERS if step >= let_in_at and membership.has_newcomers() else 0
         return inbox.control() | word
 
     def make(plan: Plan, work: Work | None, *, is_new: bool) -> Trainer:
@@ -115,6 +125,10 @@ def elastic(
 
     def look(result: StepResult) -> None:
         told.at_step = result.step
+        if wake is not None and result.step == wake[1] and own.is_leader:
+            stopped = membership.who(0, wake[0])
+            assert stopped is not None
+            os.kill(stopped.pid, signal.SIGCONT)
 
     options = ElasticOptions(policy=RegroupPolicy(least_part=least_part))
     job = ElasticRank(
@@ -123,7 +137,7 @@ def elastic(
     rank.append(job)
     own.listen_to(job, (deaf or {}).get(comm.rank))
     if comm.rank in late:
-        store.wait(["ntp/current"])
+        store.wait([f"ntp/{knock_after}/close" if knock_after else "ntp/current"])
     try:
         told.losses = job.run()
     except (StateLost, Fenced) as error:

@@ -29,7 +29,7 @@ from ntp_core.planning.regroup import RegroupPolicy
 from ntp_core.proposal import Proposal
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.elastic.membership import Hello, Membership, Round
-from ntp_core.runtime.elastic.outcome import Outcome, decide, stage_after
+from ntp_core.runtime.elastic.outcome import Outcome, decide, holds_state, stage_after
 from ntp_core.runtime.engine import StepResult
 from ntp_core.runtime.inbox import NEWCOMERS, STOP
 from ntp_core.runtime.shards import Placement
@@ -178,12 +178,20 @@ class ElasticRank:
             self._membership.end()
 
     def _survive(self, act: Callable[[], None]) -> None:
+        is_lost = is_fenced = False
         try:
-            try:
-                act()
-            except PeerLost:
-                self._regroup()
+            act()
+        except PeerLost:
+            is_lost = True
         except Fenced:
+            is_fenced = True
+        # Only out here: the error's frames keep the step's graph alive, made for other shapes.
+        if is_lost:
+            try:
+                self._regroup()
+            except Fenced:
+                is_fenced = True
+        if is_fenced:
             self._join()
 
     # -- membership
@@ -286,7 +294,8 @@ class ElasticRank:
         if outcome.restore:
             self._restore(outcome, present)
         else:
-            self._change(outcome, present, told["speeds"])
+            holders = {h.rank for h in found.hellos.values() if holds_state(h, found)}
+            self._change(outcome, present, holders, told["speeds"])
         self._is_new = False
         self._stage, self._control = stage_after(found), told["control"] & STOP
         if outcome.restore:
@@ -345,7 +354,9 @@ class ElasticRank:
         engine.step, engine.decisions.count = told["step"], found.newest
         self.losses = [float.fromhex(x) for x in told["losses"]]
 
-    def _change(self, outcome: Outcome, present: Plan, speeds: dict[str, float]) -> None:
+    def _change(
+        self, outcome: Outcome, present: Plan, holders: set[int], speeds: dict[str, float]
+    ) -> None:
         engine = self.trainer.engine
         self._tried = outcome.plan.epoch
         if not self._is_new:
@@ -358,7 +369,7 @@ class ElasticRank:
             decided_unix_ns=outcome.decided_ns,
             speeds=_of_members(speeds, outcome.members),
         )
-        if not engine.change(proposal, present):
+        if not engine.change(proposal, present, holders):
             raise StateLost("what the survivors hold could not be brought over bit by bit")
 
     def _restore(self, outcome: Outcome, present: Plan) -> None:

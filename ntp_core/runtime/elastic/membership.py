@@ -9,7 +9,8 @@ is fenced: its groups are of an old generation, nobody listens there, and what i
     ntp/G/call         somebody wants generation G
     ntp/G/hello/R      rank R is there for it
     ntp/G/close        the outcome
-    ntp/knocks         how often newcomers have knocked; ntp/knock/N is the rank that did
+    ntp/knocks         how often newcomers have knocked; ntp/knock/N is the rank that did, N is
+                       drawn from ntp/tickets
     ntp/dead/PID@HOST  a process of which somebody saw the end
 """
 
@@ -185,14 +186,15 @@ class Membership:
         """
         deadline = self.clock() + self.patience.newcomer_s
         hello = Hello(rank=self.rank, identity=self.identity, is_new=True)
-        asked = self.rank in self._waiting
+        asked, closed = self.rank in self._waiting, 0
         while self.clock() < deadline:
-            generation = (self.current() or 0) + 1
+            generation = max(closed, self.current() or 0) + 1
             self._refuse_double(generation - 1)
             self._say(f"ntp/{generation}/hello/{self.rank}", hello)
             if not asked:
-                number = self.store.add("ntp/knocks", 1)
+                number = self.store.add("ntp/tickets", 1)
                 self.store.set(f"ntp/knock/{number}", str(self.rank))
+                self.store.add("ntp/knocks", 1)  # heard only now, when all is said
             key = f"ntp/{generation}/close"
             while (text := self._read(key)) is None and self.clock() < deadline:
                 if self.store.check(["ntp/over"]):
@@ -200,10 +202,13 @@ class Membership:
                 self.sleep(LOOK_S)
             if text is None:
                 break
-            body = json.loads(text)
-            if self.rank in body["outcome"].get("members", ()):
+            found, body = _round(generation, text), json.loads(text)
+            told = found.hellos.get(self.rank)
+            is_me = told is not None and told.identity == self.identity
+            if is_me and self.rank in found.outcome.get("members", ()):
                 return self._heed(generation, text)
-            asked = self.rank in body["waiting"]  # known, without a place yet
+            asked = is_me and self.rank in body["waiting"]  # known, without a place yet
+            closed = generation
         raise Fenced(
             f"rank {self.rank} was not let into the job within {self.patience.newcomer_s:g} s"
         )
@@ -244,12 +249,8 @@ class Membership:
             self.store.set("ntp/current", str(found.generation))
 
     def _heed(self, generation: int, text: str) -> Round:
-        body = json.loads(text)
-        hellos = [Hello.from_json(h) for h in body["hellos"]]
+        body, found = json.loads(text), _round(generation, text)
         self._knocks, self._waiting = body["knocks"], set(body["waiting"])
-        found = Round(
-            generation=generation, hellos={h.rank: h for h in hellos}, outcome=body["outcome"]
-        )
         if self.rank not in found.hellos or found.hellos[self.rank].identity != self.identity:
             raise Fenced(f"generation {generation} was formed without rank {self.rank}")
         return found
@@ -292,6 +293,12 @@ class Membership:
 def dead_key(identity: Identity) -> str:
     """Where the end of a process is told."""
     return f"ntp/dead/{identity.pid}.{identity.start}@{identity.host}"
+
+
+def _round(generation: int, text: str) -> Round:
+    body = json.loads(text)
+    hellos = [Hello.from_json(h) for h in body["hellos"]]
+    return Round(generation=generation, hellos={h.rank: h for h in hellos}, outcome=body["outcome"])
 
 
 class _Watch:
