@@ -12,7 +12,6 @@ VOCAB = 256
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
-    "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 8,
@@ -36,7 +35,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             "vocab_size": VOCAB,
             "n_embd": 128,
-            "n_layer": 2,
             "n_head": 16,
             "n_positions": 64,
             "n_inner": 256,
@@ -50,9 +48,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, layers: int = 2) -> nn.Module:
     """The model of that name, the same weights every time."""
     config_class, model_class, options = MODELS[name]
+    options = options | {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**options)

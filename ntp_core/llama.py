@@ -26,6 +26,8 @@ class LlamaConfig:
         mlp_block: FFN columns in one unit; must divide `ffn`.
         vocab_block: vocab rows in one unit.
         init_std: deviation of the initial weights.
+        dropout: probability with which an element is set to 0 while training: of the embedding, of
+            what heads and FFN columns hand on, and of what attention and FFN add to the sum.
     """
 
     vocab: int = 256
@@ -39,6 +41,7 @@ class LlamaConfig:
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -47,6 +50,7 @@ class LlamaConfig:
         check_number("rope_base", self.rope_base, 0, 1e12, above=True, refusal=ModelMismatch)
         check_number("norm_eps", self.norm_eps, 0, 1, above=True, refusal=ModelMismatch)
         check_number("init_std", self.init_std, 0, 1e3, refusal=ModelMismatch)
+        check_number("dropout", self.dropout, 0, 1, below=True, refusal=ModelMismatch)
         pairs = {
             "heads": (self.heads, self.kv_heads),
             "width": (self.width, self.heads),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from ntp_core.elements import DTYPE_BYTES
 from ntp_core.errors import CheckpointError
 from ntp_core.units import ModelUnits
 
@@ -27,7 +28,6 @@ MAX_BYTES = 256 << 20
 """Largest manifest read: 16 bytes a block and plane, so some ten million blocks."""
 MAX_NUMBER = 1 << 53
 MAX_SEED = (1 << 63) - 1
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,99}\.safetensors")
 _PLANE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ntp_core.elements import Elements
 from ntp_core.plan import Plan, ReplicaPlan
 from ntp_core.reshard import blocks_held
 from ntp_core.segments import Ranks, whole_tensors
@@ -57,12 +58,13 @@ def lane_blocks(plan: Plan, tensor: TensorSpec) -> tuple[tuple[int, ...], ...]:
     return tuple(lanes)
 
 
-def sends(plan: Plan, model: ModelUnits) -> tuple[Send, ...]:
+def sends(plan: Plan, model: ModelUnits, elements: Elements | None = None) -> tuple[Send, ...]:
     """All gradients that leave their holder before the lanes sum, in one order for all ranks."""
+    elements = elements or Elements.of_model(model)
     found: list[Send] = []
     cores = lane_groups(plan)
     for index, t in enumerate(model.tensors):
-        if t.kind is None:
+        if t.kind is None or not elements.is_summed(index):
             continue
         of_lane = [set(blocks) for blocks in lane_blocks(plan, t)]
         for number, r in enumerate(plan.replicas):
@@ -76,12 +78,19 @@ def sends(plan: Plan, model: ModelUnits) -> tuple[Send, ...]:
     return tuple(found)
 
 
-def reshard_traffic(plan: Plan, model: ModelUnits) -> dict[int, Traffic]:
-    """What each rank puts into collectives and messages per step, whole tensors included."""
+def reshard_traffic(
+    plan: Plan, model: ModelUnits, elements: Elements | None = None
+) -> dict[int, Traffic]:
+    """What each rank puts into collectives and messages per step, whole tensors included.
+
+    Args:
+        elements: of the gradients, of one type; None: all of the model's size.
+    """
+    elements = elements or Elements.of_model(model)
     out = {g: Traffic() for g in plan.ranks}
     pairs: dict[tuple[int, int, bool], int] = {}  # from, to, on the way back
-    for s in sends(plan, model):
-        size = _bytes(model, model.tensors[s.tensor], s.blocks)
+    for s in sends(plan, model, elements):
+        size = _bytes(model, elements, s.tensor, s.blocks)
         for pair in ((s.src, s.core, False), (s.core, s.src, True)):
             pairs[pair] = pairs.get(pair, 0) + size
     for (src, *_), size in pairs.items():
@@ -91,11 +100,12 @@ def reshard_traffic(plan: Plan, model: ModelUnits) -> dict[int, Traffic]:
             for g in r.ranks:
                 out[g] = out[g].plus(collectives=2)
     for lane, ranks in enumerate(lane_groups(plan)):
-        cut = [t for t in model.tensors if t.kind is not None]
-        size = sum(_bytes(model, t, lane_blocks(plan, t)[lane]) for t in cut)
+        cut = [(i, t) for i, t in enumerate(model.tensors) if t.kind is not None]
+        size = sum(_bytes(model, elements, i, lane_blocks(plan, t)[lane]) for i, t in cut)
         for g in ranks if len(ranks) > 1 and size else ():
             out[g] = out[g].plus(num_bytes=size, messages=1, collectives=1)
-    whole = sum(model.tensors[i].numel for i in whole_tensors(plan, model)) * model.dtype_bytes
+    over_world = whole_tensors(plan, model)
+    whole = sum(elements.num_bytes(i, model.tensors[i].numel) for i in over_world)
     for g in plan.ranks if whole and len(plan.ranks) > 1 else ():
         out[g] = out[g].plus(num_bytes=whole, messages=1, collectives=1)
     return out
@@ -105,6 +115,8 @@ def _reference(plan: Plan) -> ReplicaPlan:
     return min(plan.replicas, key=lambda r: len(r.ranks))
 
 
-def _bytes(model: ModelUnits, t: TensorSpec, blocks: Iterable[int]) -> int:
+def _bytes(model: ModelUnits, elements: Elements, tensor: int, blocks: Iterable[int]) -> int:
+    t = model.tensors[tensor]
     assert t.kind is not None
-    return model.dtype_bytes * sum(block_numel(t, model.counts[t.kind], b) for b in blocks)
+    numel = sum(block_numel(t, model.counts[t.kind], b) for b in blocks)
+    return elements.num_bytes(tensor, numel)

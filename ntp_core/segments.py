@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ntp_core.elements import Elements
 from ntp_core.plan import Plan
 from ntp_core.units import ModelUnits, TensorSpec, UnitKind, block_numel
 
@@ -57,10 +58,11 @@ class SyncGroup:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One all-reduce of a step: a group's pieces that lie in one bucket."""
+    """One all-reduce of a step: a group's pieces of one element type that lie in one bucket."""
 
     bucket: int
     ranks: Ranks
+    dtype: str
     pieces: tuple[Piece, ...]
 
 
@@ -147,44 +149,51 @@ def whole_tensors(plan: Plan, model: ModelUnits) -> tuple[int, ...]:
 
 
 def launches(
-    plan: Plan, model: ModelUnits, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    plan: Plan,
+    model: ModelUnits,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    elements: Elements | None = None,
 ) -> tuple[Launch, ...]:
     """Every all-reduce of a step in the order in which all ranks launch theirs.
 
     Buckets run against the order in which the model lists its tensors, which is about the order in
-    which backward finishes them; in a bucket groups are sorted by ranks. Groups of one are left
-    out.
+    which backward finishes them; in a bucket groups are sorted by ranks, then by element type.
+    Groups of one are left out.
 
     Args:
         bucket_bytes: a bucket is closed once an even share of the smallest replica has this many.
+        elements: of the gradients; None: all of the model's size.
     """
+    elements = elements or Elements.of_model(model)
     degree = min(len(r.ranks) for r in plan.replicas)
-    cut = [i for i in reversed(range(len(model.tensors))) if model.tensors[i].kind is not None]
-    whole = list(reversed(whole_tensors(plan, model)))
+    trained = [i for i in reversed(range(len(model.tensors))) if elements.is_summed(i)]
+    cut = [i for i in trained if model.tensors[i].kind is not None]
+    over_world = set(whole_tensors(plan, model))
     found: list[Launch] = []
     number = 0
     cells = _Cells(plan)
-    for tensors in _buckets(model, cut, bucket_bytes * degree):
+    for tensors in _buckets(model, cut, bucket_bytes * degree, elements):
         for group in cells.groups(model, tensors):
-            found.append(Launch(number, group.ranks, group.pieces))
+            found += _by_dtype(number, group.ranks, group.pieces, elements)
         number += 1
-    for tensors in _buckets(model, whole, bucket_bytes):
-        pieces = tuple(Piece(i, (0,)) for i in tensors)
-        found.append(Launch(number, plan.ranks, pieces))
+    whole = [i for i in trained if i in over_world]
+    for tensors in _buckets(model, whole, bucket_bytes, elements):
+        found += _by_dtype(number, plan.ranks, [Piece(i, (0,)) for i in tensors], elements)
         number += 1
     return tuple(launch for launch in found if len(launch.ranks) > 1)
 
 
-def launch_bytes(launch: Launch, model: ModelUnits) -> int:
+def launch_bytes(launch: Launch, model: ModelUnits, elements: Elements | None = None) -> int:
     """Bytes that each rank of a launch puts into its sum."""
-    numel = 0
+    elements = elements or Elements.of_model(model)
+    total = 0
     for piece in launch.pieces:
         t = model.tensors[piece.tensor]
-        if t.kind is None:
-            numel += t.numel
-        else:
-            numel += sum(block_numel(t, model.counts[t.kind], b) for b in piece.blocks)
-    return numel * model.dtype_bytes
+        numel = t.numel
+        if t.kind is not None:
+            numel = sum(block_numel(t, model.counts[t.kind], b) for b in piece.blocks)
+        total += elements.num_bytes(piece.tensor, numel)
+    return total
 
 
 class _Cells:
@@ -217,13 +226,25 @@ class _Cells:
         return self._known[key]
 
 
-def _buckets(model: ModelUnits, tensors: Iterable[int], limit: int) -> Iterator[list[int]]:
+def _by_dtype(
+    bucket: int, ranks: Ranks, pieces: Iterable[Piece], elements: Elements
+) -> list[Launch]:
+    """One launch for each element type among the pieces: a sum has one."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(elements.kind_of(piece.tensor), []).append(piece)
+    return [Launch(bucket, ranks, dtype, tuple(found[dtype])) for dtype in sorted(found)]
+
+
+def _buckets(
+    model: ModelUnits, tensors: Iterable[int], limit: int, elements: Elements
+) -> Iterator[list[int]]:
     """Consecutive tensors until they have `limit` bytes together."""
     bucket: list[int] = []
     size = 0
     for i in tensors:
         bucket.append(i)
-        size += model.tensors[i].numel * model.dtype_bytes
+        size += elements.num_bytes(i, model.tensors[i].numel)
         if size >= limit:
             yield bucket
             bucket, size = [], 0

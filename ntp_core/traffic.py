@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ntp_core.elements import Elements
 from ntp_core.plan import Plan
 from ntp_core.reshard import blocks_held
 from ntp_core.segments import DEFAULT_BUCKET_BYTES, launch_bytes, launches, whole_tensors
@@ -33,20 +34,29 @@ class Traffic:
 
 
 def segment_traffic(
-    plan: Plan, model: ModelUnits, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    plan: Plan,
+    model: ModelUnits,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    elements: Elements | None = None,
 ) -> dict[int, Traffic]:
-    """What each rank puts into sums per step in segment mode."""
+    """What each rank puts into sums per step in segment mode.
+
+    Args:
+        elements: of the gradients; None: all of the model's size.
+    """
     out = {g: Traffic() for g in plan.ranks}
-    for launch in launches(plan, model, bucket_bytes):
-        size = launch_bytes(launch, model)
+    for launch in launches(plan, model, bucket_bytes, elements):
+        size = launch_bytes(launch, model, elements)
         for g in launch.ranks:
             out[g] = out[g].plus(num_bytes=size, messages=1, collectives=1)
     return out
 
 
-def least_bytes(plan: Plan, model: ModelUnits) -> dict[int, int]:
+def least_bytes(plan: Plan, model: ModelUnits, elements: Elements | None = None) -> dict[int, int]:
     """The bound: what a rank must put in, each element that it holds and others hold too, once."""
-    whole = sum(model.tensors[i].numel for i in whole_tensors(plan, model))
+    elements = elements or Elements.of_model(model)
+    over_world = whole_tensors(plan, model)
+    whole = sum(elements.num_bytes(i, model.tensors[i].numel) for i in over_world)
     bound = dict.fromkeys(plan.ranks, whole if len(plan.ranks) > 1 else 0)
     holders: dict[tuple[int, int], int] = {}
     for index, t in enumerate(model.tensors):
@@ -58,5 +68,6 @@ def least_bytes(plan: Plan, model: ModelUnits) -> dict[int, int]:
             continue
         for g in plan.ranks:
             held = [b for b in blocks_held(plan, t, g) if holders[index, b] > 1]
-            bound[g] += sum(block_numel(t, model.counts[t.kind], b) for b in held)
-    return {g: n * model.dtype_bytes for g, n in bound.items()}
+            numel = sum(block_numel(t, model.counts[t.kind], b) for b in held)
+            bound[g] += elements.num_bytes(index, numel)
+    return bound

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +33,21 @@ def standard_library_text(max_bytes: int = MAX_CORPUS_BYTES) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences that go through the model at a time.
+
+    Attributes:
+        step: of the job.
+        first: number of the first sequence in the step's global batch.
+        tokens: int64 [count, seq + 1].
+    """
+
+    step: int
+    first: int
+    tokens: torch.Tensor
+
+
 class ByteText:
     """Sequences of byte tokens drawn from a text by logical number."""
 
@@ -46,6 +62,12 @@ class ByteText:
         """Sequences first .. first + count - 1 of a step's global batch, int64 [count, seq + 1]."""
         rows = [self._sequence(step, first + i) for i in range(count)]
         return torch.stack(rows)
+
+    def micro_batches(self, step: int, first: int, count: int, size: int = 0) -> list[MicroBatch]:
+        """The same sequences, at most `size` at a time; 0: all at once."""
+        parts = torch.split(self.batch(step, first, count), size or count)
+        starts = range(first, first + count, size or count)
+        return [MicroBatch(step, start, part) for start, part in zip(starts, parts, strict=True)]
 
     def _sequence(self, step: int, number: int) -> torch.Tensor:
         key = f"{self._seed}/{step}/{number}".encode()

@@ -146,11 +146,11 @@ class _VocabLoss(torch.autograd.Function):
         group: TensorParallelGroup,
     ) -> torch.Tensor:
         num, width = logits_NV.shape
-        top = logits_NV.amax(1) if width else torch.full((num,), -torch.inf)
+        top = logits_NV.amax(1) if width else logits_NV.new_full((num,), -torch.inf)
         top = group.comm.all_reduce(top, group.ranks, dist.ReduceOp.MAX)
         exp_NV = (logits_NV - top[:, None]).exp()
         mine = rows_N >= 0
-        picked = torch.zeros(num)
+        picked = logits_NV.new_zeros(num)
         if width:
             chosen = logits_NV.gather(1, rows_N.clamp(min=0)[:, None])[:, 0] - top
             picked = torch.where(mine, chosen, picked)

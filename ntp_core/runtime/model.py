@@ -1,10 +1,15 @@
 """A Llama-like model over one replica's ranks: RMSNorm, rotary GQA, SwiGLU, tied embedding.
 
+Dropout draws by logical unit (`activation.dropout`), so that it is the same at any layout. Its
+places are numbered: four to a layer in the order in which they come, then the embedding.
+
 Legend: B batch, T positions, D width, H query heads here, K KV heads here, E head dim, V vocab rows
 here. Shares may be any, 0 included.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +17,7 @@ from torch import nn
 
 from ntp_core.llama import LlamaConfig
 from ntp_core.plan import Plan
+from ntp_core.runtime.activation.dropout import Draws, UnitDropout
 from ntp_core.runtime.activation.recompute import recomputed
 from ntp_core.runtime.layers import (
     ColumnParallel,
@@ -26,18 +32,31 @@ from ntp_core.units import UnitKind
 
 A, M, V = UnitKind.ATTENTION, UnitKind.MLP, UnitKind.VOCAB
 
+DROPS_PER_LAYER = 4
+Drop = Callable[[torch.Tensor], torch.Tensor]
+
 
 class LlamaLayer(nn.Module):
-    """One decoder layer on this rank, with its own shares of heads and columns."""
+    """One decoder layer on this rank, with its own shares of heads and columns.
+
+    Args:
+        drops: of what the heads hand on, of attention's output, of FFN columns, of FFN's output.
+    """
 
     def __init__(
-        self, config: LlamaConfig, kv_heads: int, mlp_units: int, group: TensorParallelGroup
+        self,
+        config: LlamaConfig,
+        kv_heads: int,
+        mlp_units: int,
+        group: TensorParallelGroup,
+        drops: tuple[Drop, Drop, Drop, Drop],
     ) -> None:
         super().__init__()
         d, e = config.width, config.head_dim
         heads, columns = kv_heads * (config.heads // config.kv_heads), mlp_units * config.mlp_block
         self.config = config
         self.group = group
+        self.drop_heads, self.drop_attn, self.drop_columns, self.drop_mlp = drops
         self.attn_norm = nn.RMSNorm(d, config.norm_eps)
         self.q = ColumnParallel(heads * e, d)
         self.k = ColumnParallel(kv_heads * e, d)
@@ -53,10 +72,10 @@ class LlamaLayer(nn.Module):
     ) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]."""
         h = copy_to_group(self.attn_norm(x_BTD), self.group)
-        x_BTD = x_BTD + self.o(self._attend(h, rotary))
+        x_BTD = x_BTD + self.drop_attn(self.o(self.drop_heads(self._attend(h, rotary))))
         h = copy_to_group(self.mlp_norm(x_BTD), self.group)
-        out: torch.Tensor = x_BTD + self.down(F.silu(self.gate(h)) * self.up(h))
-        return out
+        columns = self.drop_columns(F.silu(self.gate(h)) * self.up(h))
+        return x_BTD + self.drop_mlp(self.down(columns))
 
     def _attend(
         self, h_BTD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
@@ -82,7 +101,7 @@ class Llama(nn.Module):
     Args:
         comm: only its groups are used.
         plan, rank: which units this rank holds; the rank must have a place.
-        seed: of the initial weights, the same on all ranks.
+        seed: of the initial weights and of dropout, the same on all ranks.
 
     Attributes:
         recompute: keep only the layers' inputs for backward and run each layer again.
@@ -99,6 +118,7 @@ class Llama(nn.Module):
         self.units = config.units()
         plan.check_model(self.units)
         self.group = group
+        self.draws = Draws(seed)
         replica, tp_rank = plan.place(rank)
         layouts = plan.replicas[replica]
         rows = row_of_token(config, plan, rank)
@@ -109,19 +129,27 @@ class Llama(nn.Module):
                 layouts.layout(A, i).shares[tp_rank],
                 layouts.layout(M, i).shares[tp_rank],
                 group,
+                self._drops(i),
             )
             for i in range(config.layers)
         )
+        self.drop_embed = self._drop(config.layers * DROPS_PER_LAYER)
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
         self.recompute = False
         self.shards = Shards(self.units, plan, rank, dict(self.named_parameters()))
         for shard, param in self.shards:
             param.data = init_shard(shard, seed, config.init_std)
 
-    def loss_sum(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Sum of next-token cross-entropies over a [B, T + 1] batch, float64 scalar."""
+    def loss_sum(self, tokens_BT: torch.Tensor, *, step: int = 0, first: int = 0) -> torch.Tensor:
+        """Sum of next-token cross-entropies over a [B, T + 1] batch, float64 scalar.
+
+        Args:
+            step, first: the job's step, and the number of the first sequence in its global batch:
+                by them dropout draws. Backward comes before the next call.
+        """
+        self.draws.at(step, first, len(tokens_BT))
         inputs, targets = tokens_BT[:, :-1], tokens_BT[:, 1:]
-        x_BTD = self.embed(inputs)
+        x_BTD = self.drop_embed(self.embed(inputs))
         rotary = rotary_tables(inputs.shape[1], self.config)
         for layer in self.layers:
             x_BTD = recomputed(layer, x_BTD, rotary) if self.recompute else layer(x_BTD, rotary)
@@ -137,6 +165,25 @@ class Llama(nn.Module):
         self.shards.adopt(plan, tensors)
         self.group.ranks = plan.replicas[plan.place(rank)[0]].ranks
         self.embed.row_of_token = row_of_token(self.config, plan, rank)
+
+    def _drops(self, layer: int) -> tuple[Drop, Drop, Drop, Drop]:
+        place, name = layer * DROPS_PER_LAYER, f"layers.{layer}."
+        return (
+            self._drop(place, name + "o.weight"),
+            self._drop(place + 1),
+            self._drop(place + 2, name + "down.weight"),
+            self._drop(place + 3),
+        )
+
+    def _drop(self, place: int, reader: str | None = None) -> UnitDropout:
+        """Dropout of what the cut columns of `reader` read; without one, of the model's width."""
+
+        def features() -> torch.Tensor:
+            if reader is None:
+                return torch.arange(self.config.width)
+            return next(s for s in self.shards.shards if s.spec.name == reader).logical_index()
+
+        return UnitDropout(self.config.dropout, self.draws, place, features)
 
 
 def row_of_token(config: LlamaConfig, plan: Plan, rank: int) -> torch.Tensor:

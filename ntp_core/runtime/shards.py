@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ntp_core.elements import Elements
 from ntp_core.errors import InvalidInput, ModelMismatch
 from ntp_core.keepers import held_by_keepers
 from ntp_core.plan import Plan, runs_of
@@ -212,6 +213,16 @@ def shards_of(model: ModelUnits, plan: Plan, rank: int) -> list[Shard]:
 def grad_dtype(param: nn.Parameter) -> torch.dtype:
     """The type in which gradients of a parameter are accumulated."""
     return getattr(param, "grad_dtype", None) or param.dtype
+
+
+def grad_elements(shards: Shards) -> Elements:
+    """Types of the gradients, in the order of the model's tensors; frozen ones have none."""
+    return Elements.named(
+        [
+            str(grad_dtype(p)).removeprefix("torch.") if p.requires_grad else None
+            for p in shards.params
+        ]
+    )
 
 
 def set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:

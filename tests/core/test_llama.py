@@ -32,9 +32,11 @@ def test_units_tensors_have_the_elements_of_the_model() -> None:
         ({"mlp_block": 7}, "ffn = 768 is not a multiple of 7"),
         ({"layers": 0}, "layers = 0"),
         ({"vocab_block": -1}, "vocab_block = -1"),
+        ({"dropout": 1.0}, "dropout = 1.0"),
+        ({"dropout": -0.1}, "dropout = -0.1"),
     ],
 )
-def test_config_sizes_that_do_not_fit_are_named(sizes: dict[str, int], message: str) -> None:
+def test_config_sizes_that_do_not_fit_are_named(sizes: dict[str, float], message: str) -> None:
     """Both numbers stand in the message."""
     with pytest.raises(ModelMismatch, match=message):
         LlamaConfig(**sizes)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 from ntp_core.faults import When, flip_bit
 from ntp_core.observe import Blame
 from ntp_core.plan import Layout, Plan
+from ntp_core.runtime.change import MAX_TRIES
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.layers import TensorParallelGroup
 from ntp_core.runtime.sync.modes import SyncMode, SyncOptions
@@ -165,5 +166,5 @@ def test_copies_damaged_in_flight_are_rolled_back(rank_pool: RankPool) -> None:
         rank=0,
         target=copy.contiguous().numpy().tobytes(),
     )
-    assert [damaged for _, damaged in answers] == [1, 0, 0]
+    assert [damaged for _, damaged in answers] == [MAX_TRIES, 0, 0]
     assert all(told.changed == [False] for told, _ in answers)

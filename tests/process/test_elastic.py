@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from ntp_core.faults import Fault, When, kill_at, stop_at
 from ntp_core.job import SaveConfig
 from ntp_core.observe import ChangePhase, ChangeStatus, Reason
 from ntp_core.plan import Plan
-from tests.support.bodies_elastic import Told, elastic, resumed
+from tests.support.bodies_elastic import Story, Told, elastic, resumed
 from tests.support.bodies_train import Local
 from tests.support.logical import assemble, is_equal
 from tests.support.rank_pool import RankPool
@@ -39,7 +40,8 @@ def run(
     plan: Plan = PLAN,
     steps: int = STEPS,
     late: tuple[int, ...] = (),
-    **more: object,
+    save: SaveConfig | None = None,
+    **more: Any,
 ) -> dict[int, Told]:
     """What each rank that is left tells."""
     size = max(plan.ranks) + 1
@@ -50,9 +52,8 @@ def run(
         config=CONFIG,
         plan=plan,
         steps=steps,
-        faults=tuple(faults),
-        late=late,
-        **more,
+        story=Story(faults=tuple(faults), late=late, **more),
+        save=save,
     )
     return {rank: told for rank, told in enumerate(answers) if told is not None}
 

@@ -15,6 +15,7 @@ from tests.support.bodies_hf import CLIP, LR, Trained, logits_hf, train_hf
 from tests.support.hf_models import MODELS, VOCAB, batch, build
 from tests.support.logical import assemble
 from tests.support.rank_pool import RankPool
+from tests.support.recording_observer import calls_of
 
 STEPS, SEQ = 4, 12
 MLP_BLOCK, VOCAB_BLOCK = 8, 16
@@ -34,6 +35,7 @@ SPLIT_LAYOUTS: dict[str, list[dict[str, tuple[int, ...]]]] = {
     ],
 }
 BATCHES = (3, 2)
+BF16_TOLERANCE = 5e-3  # relative; a bfloat16 has 8 bits
 
 
 def counts_of(name: str, *, split_heads: bool = False) -> dict[UnitKind, int]:
@@ -144,3 +146,42 @@ def test_parallelize_own_forward_gives_the_whole_logits(rank_pool: RankPool, nam
     for logits in rank_pool.run(logits_hf, 3, name=name, plan=plan):
         assert logits.shape[-1] == VOCAB
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gpt2"])
+def test_parallelize_bfloat16_with_masters_trains_like_float32(
+    rank_pool: RankPool, name: str, layout: str
+) -> None:
+    """Ranks without vocab rows included: the loss is summed in float32 on all; one set of bits."""
+    plan = plan_for(name, LAYOUTS[layout])
+    asked = {"name": name, "plan": plan, "steps": STEPS, "seq": SEQ, "param_dtype": torch.bfloat16}
+    trained: list[Trained] = rank_pool.run(train_hf, len(plan.ranks), timeout_s=30, **asked)
+    losses, _, _ = dense(name, plan.global_batch)
+    assert all(t.losses == trained[0].losses for t in trained)
+    assert trained[0].losses == pytest.approx(losses, rel=BF16_TOLERANCE)
+    units = trained[0].units
+    assert units is not None
+    for step in range(STEPS):
+        local = [{n: p.float() for n, p in t.params[step].items()} for t in trained]
+        whole = assemble(plan, units, local)
+        assert all(torch.equal(whole[0][n], r[n]) for r in whole[1:] for n in r)
+
+
+# Per step of two layers: the embedding; each sublayer's output, and its input's gradient; the
+# head's input's gradient; two for the loss; one for the norm. Routing weights have a gradient too.
+SUMS_PER_STEP = {"llama": 1 + 4 + 4 + 1 + 2 + 1, "gpt2": 13, "mixtral": 13 + 2}
+
+
+@pytest.mark.parametrize("name", SUMS_PER_STEP)
+def test_parallelize_modules_that_read_one_tensor_share_a_sum(
+    rank_pool: RankPool, name: str
+) -> None:
+    """q, k and v cost one backward sum, not three; gate and up one, not two."""
+    plan = plan_for(name, LAYOUTS["3"])
+    few, many = (
+        rank_pool.run(train_hf, 3, name=name, plan=plan, steps=steps, seq=SEQ) for steps in (1, 3)
+    )
+    for a, b in zip(few, many, strict=True):
+        begun = [len(calls_of(t.calls, "collective_begin")) for t in (a, b)]
+        assert begun[1] - begun[0] == 2 * SUMS_PER_STEP[name]

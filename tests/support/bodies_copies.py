@@ -69,7 +69,7 @@ class DamagingComm(Comm):
     """Flips a bit of certain bytes wherever one rank receives them through `all_to_all`."""
 
     def __init__(self, comm: Comm, rank: int, target: bytes) -> None:
-        super().__init__(comm.rank, len(comm.world))
+        self.__dict__.update(vars(comm))  # the same groups
         self._target = target
         self._is_victim = comm.rank == rank
         self.damaged = 0

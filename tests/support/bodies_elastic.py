@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -75,25 +74,11 @@ class DeafComm(Comm):
         return tensor
 
 
-def elastic(
-    comm: Comm,
-    config: TrainConfig,
-    plan: Plan,
-    steps: int,
-    faults: tuple[Fault, ...] = (),
-    late: tuple[int, ...] = (),
-    knock_after: int = 0,
-    let_in_at: int = 0,
-    wake: tuple[int, int] | None = None,
-    least_part: float = 0.0,
-    save: SaveConfig | None = None,
-    folder: Path | None = None,
-    deaf: Mapping[int, tuple[int, int]] | None = None,
-    give_up_s: float = 20.0,
-) -> Told:
-    """Train to the end, whatever happens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """What happens to the job.
 
-    Args:
+    Attributes:
         late: ranks that are not of the first plan.
         knock_after: generation that must have been formed before they knock.
         let_in_at: the job makes this step only once somebody has knocked, and lets in after it;
@@ -101,51 +86,100 @@ def elastic(
         wake: (rank, step): a rank that has stopped runs on after that step of the others.
         deaf: rank -> (step, count): it takes part in that decision after the step and learns
             nothing of what came out.
+        give_up_s: longest collective.
     """
-    assert comm._store is not None
-    store = PrefixStore("elastic", comm._store)
-    observer = RecordingObserver()
-    own = DeafComm(comm.rank, 1, observer, give_up_s)
-    membership = Membership(store, comm.rank, PATIENCE)
-    inbox = Inbox(folder)
-    told = Told(calls=observer.calls)
-    rank: list[ElasticRank] = []
 
-    def control() -> int:
-        step = rank[0].trainer.step + 1
-        while step == let_in_at and not membership.has_newcomers():
+    faults: tuple[Fault, ...] = ()
+    late: tuple[int, ...] = ()
+    knock_after: int = 0
+    let_in_at: int = 0
+    wake: tuple[int, int] | None = None
+    least_part: float = 0.0
+    deaf: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    give_up_s: float = 20.0
+
+
+class Actor:
+    """One rank of the story."""
+
+    def __init__(
+        self, comm: Comm, config: TrainConfig, plan: Plan, story: Story, save: SaveConfig | None
+    ) -> None:
+        assert comm._store is not None
+        store = PrefixStore("elastic", comm._store)
+        self._config, self._story, self._save = config, story, save
+        self._observer = RecordingObserver()
+        self.told = Told(calls=self._observer.calls)
+        self.comm = DeafComm(comm.rank, 1, self._observer, story.give_up_s)
+        self._membership = Membership(store, comm.rank, PATIENCE)
+        if comm.rank in story.late:
+            after = story.knock_after
+            store.wait([f"ntp/{after}/close" if after else "ntp/current"])
+        self._store, self._plan = store, plan
+
+    def play(self, steps: int) -> Told:
+        """Train to the end, whatever happens."""
+        options = ElasticOptions(policy=RegroupPolicy(least_part=self._story.least_part))
+        units = self._config.model.units()
+        self._job = ElasticRank(
+            self._plan,
+            units,
+            steps,
+            self.comm,
+            self._store,
+            self._membership,
+            self._make,
+            options,
+            self._look,
+        )
+        self.comm.listen_to(self._job, self._story.deaf.get(self.comm.rank))
+        try:
+            self.told.losses = self._job.run()
+        except (StateLost, Fenced) as error:
+            self.told.error = f"{type(error).__name__}: {error}"
+            return self.told
+        self.told.plan, self.told.planes = self._job.trainer.plan, planes_of(self._job.trainer)
+        self.comm.close()
+        return self.told
+
+    def _control(self) -> int:
+        step, at = self._job.trainer.step + 1, self._story.let_in_at
+        while step == at and not self._membership.has_newcomers():
             time.sleep(0.01)
-        word = NEWCOMERS if step >= let_in_at and membership.has_newcomers() else 0
-        return inbox.control() | word
+        return NEWCOMERS if step >= at and self._membership.has_newcomers() else 0
 
-    def make(plan: Plan, work: Work | None, *, is_new: bool) -> Trainer:
-        given = Faults(comm.rank, observer, faults)
-        text = text_for(config)
-        return Trainer(config, plan, own, text, given, inbox, work, save, control, is_new=is_new)
+    def _make(self, plan: Plan, work: Work | None, *, is_new: bool) -> Trainer:
+        return Trainer(
+            self._config,
+            plan,
+            self.comm,
+            text_for(self._config),
+            Faults(self.comm.rank, self._observer, self._story.faults),
+            Inbox(None),
+            work,
+            self._save,
+            self._control,
+            is_new=is_new,
+        )
 
-    def look(result: StepResult) -> None:
-        told.at_step = result.step
-        if wake is not None and result.step == wake[1] and own.is_leader:
-            stopped = membership.who(0, wake[0])
+    def _look(self, result: StepResult) -> None:
+        self.told.at_step, wake = result.step, self._story.wake
+        if wake is not None and result.step == wake[1] and self.comm.is_leader:
+            stopped = self._membership.who(0, wake[0])
             assert stopped is not None
             os.kill(stopped.pid, signal.SIGCONT)
 
-    options = ElasticOptions(policy=RegroupPolicy(least_part=least_part))
-    job = ElasticRank(
-        plan, config.model.units(), steps, own, store, membership, make, options, look
-    )
-    rank.append(job)
-    own.listen_to(job, (deaf or {}).get(comm.rank))
-    if comm.rank in late:
-        store.wait([f"ntp/{knock_after}/close" if knock_after else "ntp/current"])
-    try:
-        told.losses = job.run()
-    except (StateLost, Fenced) as error:
-        told.error = f"{type(error).__name__}: {error}"
-        return told
-    told.plan, told.planes = job.trainer.plan, planes_of(job.trainer)
-    own.close()
-    return told
+
+def elastic(
+    comm: Comm,
+    config: TrainConfig,
+    plan: Plan,
+    steps: int,
+    story: Story,
+    save: SaveConfig | None = None,
+) -> Told:
+    """One rank of an elastic job."""
+    return Actor(comm, config, plan, story, save).play(steps)
 
 
 def resumed(

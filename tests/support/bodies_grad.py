@@ -27,16 +27,20 @@ class Synced:
 
     Attributes:
         grads: its gradients afterwards; zeros where it has none.
+        without: names of the parameters that have no gradient afterwards.
         sums, exchanges: bytes of each all-reduce and each all-to-all, in order of their ends.
     """
 
     grads: Whole
     sums: list[int]
     exchanges: list[int]
+    without: set[str]
 
 
-def _shards(comm: Comm, model: ModelUnits, plan: Plan, local: Local) -> Shards:
-    params = {n: nn.Parameter(torch.zeros_like(g)) for n, g in local.items()}
+def _shards(
+    comm: Comm, model: ModelUnits, plan: Plan, local: Local, frozen: Collection[str] = ()
+) -> Shards:
+    params = {n: nn.Parameter(torch.zeros_like(g), n not in frozen) for n, g in local.items()}
     return Shards(model, plan, comm.rank, params)
 
 
@@ -66,6 +70,7 @@ def sync(
     unused: tuple[tuple[str, ...], ...] = (),
     micro_batches: int = 1,
     times: int = 1,
+    frozen: tuple[str, ...] = (),
 ) -> list[Synced]:
     """For each plan: what this rank saw of the sync of `grads[plan][rank]`.
 
@@ -73,11 +78,12 @@ def sync(
         unused: for each rank the parameters that its loss does not use.
         micro_batches: the gradients come in as many equal parts.
         times: steps, all alike; the last one is told.
+        frozen: parameters that are not trained, on any rank.
     """
     answers = []
     for plan, by_rank in zip(plans, grads, strict=True):
         mine = {n: g / micro_batches for n, g in by_rank[comm.rank].items()}
-        shards = _shards(comm, model, plan, mine)
+        shards = _shards(comm, model, plan, mine, frozen)
         comm.ensure_groups(groups_of(shards, options.mode))
         sync = gradient_sync(comm, shards, options)
         for _ in range(times):
@@ -87,7 +93,8 @@ def sync(
             for number in range(micro_batches):
                 if number == micro_batches - 1:
                     sync.arm()
-                _backward(shards, mine, unused[comm.rank] if unused else ())
+                left_out = (*frozen, *(unused[comm.rank] if unused else ()))
+                _backward(shards, mine, left_out)
             sync.run()
         sync.close()
         begins = calls_of(observer.calls, "collective_begin")
@@ -98,7 +105,8 @@ def sync(
             for wanted in (Op.ALL_REDUCE, Op.ALL_TO_ALL)
         )
         assert len(begins) == len(sums) + len(exchanges)
-        answers.append(Synced(_after(shards), sums, exchanges))
+        without = {s.spec.name for s, p in shards if p.grad is None}
+        answers.append(Synced(_after(shards), sums, exchanges, without))
     return answers
 
 

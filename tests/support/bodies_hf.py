@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,8 +12,10 @@ from ntp_core.plan import Plan
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.engine import Engine, StepOptions
 from ntp_core.runtime.modules.hf import hf_loss_sum, parallelize_hf
+from ntp_core.runtime.optim.adamw import PlaneAdamW, StateOptions
 from ntp_core.units import ModelUnits
 from tests.support.hf_models import batch, build
+from tests.support.recording_observer import Call, RecordingObserver
 
 LR, CLIP = 3e-3, 1.0
 
@@ -24,16 +27,36 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     params: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
     units: ModelUnits | None = None
+    calls: list[Call] = field(default_factory=list)
 
 
 def train_hf(
-    comm: Comm, name: str, plan: Plan, steps: int, seq: int, split_heads: bool = False
+    comm: Comm,
+    name: str,
+    plan: Plan,
+    steps: int,
+    seq: int,
+    split_heads: bool = False,
+    recompute: dict[str, bool] | None = None,
+    param_dtype: torch.dtype = torch.float32,
 ) -> Trained:
-    """Train `steps` steps of the model of that name under a plan."""
+    """Train `steps` steps of the model of that name under a plan.
+
+    Args:
+        recompute: how layers are run again in backward (transformers' gradient checkpointing).
+    """
+    comm.observer = observer = RecordingObserver()
     parallel = parallelize_hf(build(name), plan, comm, split_heads=split_heads)
+    if recompute is not None:
+        checkpoint_layers(parallel.module, recompute)
     params = list(parallel.module.parameters())
-    optimizer = torch.optim.AdamW(params, lr=LR, foreach=False)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=LR, foreach=False)
+    if param_dtype != torch.float32:
+        options = StateOptions(param_dtype=param_dtype)
+        groups = [{"params": params}]
+        optimizer = PlaneAdamW(groups, parallel.shards, comm, options, lr=LR, weight_decay=1e-2)
     work = Work(unit=dict.fromkeys(plan.counts, 1.0))
     engine = Engine(parallel, optimizer, comm, work, StepOptions(clip_norm=CLIP, check_every=1))
     loss_sum = hf_loss_sum(parallel)
@@ -50,7 +73,18 @@ def train_hf(
         told.losses.append(result.loss)
         told.norms.append(result.grad_norm)
         told.params.append({s.spec.name: p.detach().clone() for s, p in parallel.shards})
+    told.grads = {
+        s.spec.name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for s, p in parallel.shards
+    }
+    told.calls = observer.calls
     return told
+
+
+def checkpoint_layers(model: Any, options: dict[str, bool]) -> None:
+    """The model's own switch; transformers 5.24 renamed it and warns of the old name."""
+    switch = getattr(model, "activation_checkpointing_enable", None)
+    (switch or model.gradient_checkpointing_enable)(options)
 
 
 def logits_hf(comm: Comm, name: str, plan: Plan, split_heads: bool = False) -> torch.Tensor:

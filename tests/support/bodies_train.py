@@ -72,7 +72,7 @@ def train(
         comm,
         text_for(config),
         Faults(comm.rank, observer, faults),
-        Inbox(folder, comm.rank),
+        Inbox(folder),
     )
     told = Told()
     for step in range(1, steps + 1):

@@ -1,5 +1,6 @@
 """The oracle of training: the same model, whole, in plain torch, with torch's own loss, optimizer
-and clipping. It shares no code with the engine's layers, sync, clip or trainer.
+and clipping. It shares no code with the engine's layers, sync, clip or trainer. Of dropout it takes
+the masks, which `tests/core/runtime/test_dropout.py` checks against plain integers.
 
 Legend: B batch, T positions, D width, H query heads, E head dim, V vocab rows.
 """
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from ntp_core.job import TrainConfig
 from ntp_core.llama import LlamaConfig
 from ntp_core.plan import Layout, Plan, ReplicaPlan
+from ntp_core.runtime.activation.dropout import Draws, keep_mask
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.data import ByteText
 from ntp_core.runtime.layers import TensorParallelGroup
@@ -73,19 +75,30 @@ class DenseTrainer:
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Logits of the next token after each of a [B, T + 1] batch but the last, [B * T, V]."""
         model, w = self.config.model, self.weights
-        x_BTD = w["embed.weight"][tokens_BT[:, :-1]]
+        last = 4 * model.layers
+        x_BTD = self._drop(w["embed.weight"][tokens_BT[:, :-1]], last)
         for i in range(model.layers):
             layer = f"layers.{i}."
             h = _rms_norm(x_BTD, w[layer + "attn_norm.weight"], model.norm_eps)
-            x_BTD = x_BTD + self._attention(h, layer)
+            x_BTD = x_BTD + self._drop(self._attention(h, layer, 4 * i), 4 * i + 1)
             h = _rms_norm(x_BTD, w[layer + "mlp_norm.weight"], model.norm_eps)
             gate, up = h @ w[layer + "gate.weight"].T, h @ w[layer + "up.weight"].T
-            x_BTD = x_BTD + (gate * torch.sigmoid(gate) * up) @ w[layer + "down.weight"].T
+            columns = self._drop(gate * torch.sigmoid(gate) * up, 4 * i + 2)
+            x_BTD = x_BTD + self._drop(columns @ w[layer + "down.weight"].T, 4 * i + 3)
         h = _rms_norm(x_BTD, w["norm.weight"], model.norm_eps)
         logits_BTV: torch.Tensor = h @ w["embed.weight"].T
         return logits_BTV.flatten(0, 1)
 
-    def _attention(self, h_BTD: torch.Tensor, layer: str) -> torch.Tensor:
+    def _drop(self, x_BTF: torch.Tensor, place: int) -> torch.Tensor:
+        rate = self.config.model.dropout
+        if not rate:
+            return x_BTF
+        draws = Draws(self.config.seed)
+        draws.at(self.step, 0, len(x_BTF))
+        keep = keep_mask(rate, draws, place, x_BTF.shape[1], torch.arange(x_BTF.shape[2]))
+        return torch.where(keep, x_BTF / (1 - rate), 0.0)
+
+    def _attention(self, h_BTD: torch.Tensor, layer: str, place: int) -> torch.Tensor:
         model, w = self.config.model, self.weights
         batch, seq, _ = h_BTD.shape
         heads_of = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
@@ -100,7 +113,7 @@ class DenseTrainer:
         future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
         probs_BHTT = scores_BHTT.masked_fill(future, -torch.inf).softmax(-1)
         out_BTD = (probs_BHTT @ v).transpose(1, 2).reshape(batch, seq, -1)
-        projected: torch.Tensor = out_BTD @ w[layer + "o.weight"].T
+        projected: torch.Tensor = self._drop(out_BTD, place) @ w[layer + "o.weight"].T
         return projected
 
 

@@ -177,6 +177,7 @@ def filled_stats() -> SidecarStats:
         cpu_s=12.5,
         resident_memory_bytes=90_000_000,
         bad_rings=2,
+        bad_records=6,
         webhooks_delivered=5,
         webhooks_retried=3,
         webhooks_dead=1,

@@ -21,7 +21,7 @@ from tests.support import filled
 def main(url: str, state_dir: str) -> None:
     """Obey until stdin ends."""
     config = load({"webhook_url": url, "state_dir": state_dir}).config
-    hooks = Webhooks(config, "job")
+    hooks = Webhooks(config, "job", "http://127.0.0.1:1")
     hooks.start()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(obey(hooks, *line.split())) + "\n")

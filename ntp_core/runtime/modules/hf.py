@@ -92,20 +92,22 @@ def hf_rules(model: nn.Module, *, split_heads: bool = False) -> dict[str, str]:
 def parallelize_hf(
     model: nn.Module, plan: Plan, comm: Comm, *, split_heads: bool = False
 ) -> ParallelModule:
-    """Cut a causal language model in place for this rank; the same on every rank.
+    """Cut a causal language model in place for this rank. Every rank of the world takes part.
 
     Raises:
-        ModelMismatch: for a model, plan or style that does not fit.
+        ModelMismatch: for a model, plan or style that does not fit, the same on every rank.
     """
-    rules = hf_rules(model, split_heads=split_heads)
+
+    def rules() -> dict[str, str]:
+        found = hf_rules(model, split_heads=split_heads)
+        _check_heads(model, plan, split_heads=split_heads)
+        return found
+
     for module in model.modules():
         if is_conv1d(module) and getattr(module, "nf", 0) % QKV_PARTS == 0:
             module.packed_parts = QKV_PARTS  # type: ignore[assignment]
-    if hasattr(model.config, "_experts_implementation"):
-        # Fused expert kernels do not take a rank that holds no column.
-        model.config._experts_implementation = "eager"
-    on_plan: list[OnPlan] = [_follow_split_size]
-    if split_heads and _query_groups(model.config) > 1:
+    on_plan: list[OnPlan] = [_without_fused_experts, _follow_split_size]
+    if split_heads:
         on_plan.append(_follow_query_heads)
     return parallelize(model, plan, rules, comm, on_plan)
 
@@ -120,11 +122,41 @@ def hf_loss_sum(parallel: ParallelModule) -> Callable[[torch.Tensor], torch.Tens
     def loss_sum(tokens_BT: torch.Tensor) -> torch.Tensor:
         hidden_BTD = base(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
         hidden_BTD = copy_to_group(hidden_BTD, parallel.group)
-        logits_NV = F.linear(hidden_BTD.flatten(0, 1), cast(torch.Tensor, head.weight))
+        # The loss is taken in float32, whatever the parameters are.
+        logits_NV = F.linear(hidden_BTD.flatten(0, 1), cast(torch.Tensor, head.weight)).float()
         rows_N = parallel.rows(name)[tokens_BT[:, 1:]].flatten()
         return vocab_parallel_loss_sum(logits_NV, rows_N, parallel.group)
 
     return loss_sum
+
+
+def _check_heads(model: nn.Module, plan: Plan, *, split_heads: bool) -> None:
+    """Attention computes with whole heads: a unit must be made of them."""
+    config: Any = model.config
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    splits = split_heads and heads > kv_heads
+    units = plan.counts.get(UnitKind.ATTENTION, 0)
+    name = next(
+        (n for n, m in model.named_modules() if hasattr(m, "q_proj") or hasattr(m, "c_attn")),
+        "attention",
+    )
+    if heads % kv_heads:
+        raise ModelMismatch(
+            f"'{name}' has {heads} query heads over {kv_heads} KV heads, which do not divide them; "
+            "change num_attention_heads or num_key_value_heads"
+        )
+    if splits and units != heads:
+        raise ModelMismatch(
+            f"the plan counts {units} attention units, '{name}' has {heads} query heads, and with "
+            "split_heads each is a unit. Make the plan from hf_counts(config, split_heads=True)."
+        )
+    if not splits and (units < 1 or kv_heads % units):
+        raise ModelMismatch(
+            f"the plan counts {units} attention units, '{name}' has {kv_heads} KV heads, of which "
+            "each unit must hold the same whole number, with their query heads. Make the plan from "
+            "hf_counts(config), or cut single query heads with split_heads=True."
+        )
 
 
 def _in_words(pattern: str, style: str) -> str:
@@ -147,6 +179,13 @@ def _columns(config: Any) -> dict[UnitKind, int]:
     if getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
         return {UnitKind.EXPERT: int(experts or config.intermediate_size)}
     return {UnitKind.MLP: int(config.intermediate_size)}
+
+
+def _without_fused_experts(parallel: ParallelModule) -> None:
+    """Fused expert kernels do not take a rank that holds no column."""
+    config: Any = parallel.module.config
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"
 
 
 def _follow_split_size(parallel: ParallelModule) -> None:
@@ -173,6 +212,8 @@ def _without_heads(attention: Any, forward: Forward) -> Forward:
 
 def _follow_query_heads(parallel: ParallelModule) -> None:
     """With query heads as units, each local query head gets its own copy of its KV head."""
+    if _query_groups(parallel.module.config) == 1:
+        return
     for name, module in parallel.module.named_modules():
         attention: Any = module
         if not (hasattr(attention, "k_proj") and hasattr(attention, "num_key_value_groups")):

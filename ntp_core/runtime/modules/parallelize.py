@@ -5,8 +5,9 @@
 
 The module comes in whole, with the same weights on every rank (or on the meta device, to be filled
 from a checkpoint), and is cut in place: parameters keep their identity and names, `forward` of cut
-modules is wrapped (see `wrap` beside this). All checks come before the first message, so that a
-misfit raises the same error on every rank and nothing hangs.
+modules is wrapped (see `wrap` beside this). All checks come before anything is changed and before
+any process group is created, and all ranks agree on them (`accord`), so that a misfit on one rank
+raises the same error on every rank, and nothing hangs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ntp_core.errors import ModelMismatch, PlanError
 from ntp_core.plan import Plan
 from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.layers import TensorParallelGroup
+from ntp_core.runtime.modules.accord import in_accord
 from ntp_core.runtime.modules.wrap import (
     Forward,
     InputCopies,
@@ -37,6 +39,8 @@ from ntp_core.units import ModelUnits, TensorSpec, UnitKind, block_slices
 
 PACKED_PARTS = 2
 OnPlan = Callable[["ParallelModule"], None]
+Rules = Mapping[str, str] | Callable[[], Mapping[str, str]]
+_DRAWS = ("attention_dropout", "jitter_noise")
 
 
 class ParallelModule:
@@ -103,35 +107,72 @@ class ParallelModule:
 def parallelize(
     module: nn.Module,
     plan: Plan,
-    rules: Mapping[str, str],
+    rules: Rules,
     comm: Comm,
     on_plan: Sequence[OnPlan] = (),
 ) -> ParallelModule:
-    """Cut a module in place for this rank of a plan.
+    """Cut a module in place for this rank of a plan. Every rank of the world takes part.
 
     Args:
         module: whole, the same on every rank.
         plan: its counts are the numbers of units.
         rules: name pattern -> style (see `ntp_core.styles`); parameters of two dims and more need
-            one, those of one dim without a rule are held whole.
+            one, those of one dim without a rule are held whole. Or what gives them, to be called
+            among the checks.
         on_plan: called now and after every change of plan, for attributes that follow local sizes.
 
     Raises:
-        ModelMismatch: naming the tensor and what to do.
+        ModelMismatch: naming the tensor and what to do; the same on every rank, also when only one
+            of them was given something else. The module is as it was.
         PlanError: when the plan has no place for this rank, or for the job's ranks.
     """
+    parsed, units = in_accord(comm, lambda: _checked(module, plan, rules, comm))
+    group = TensorParallelGroup(comm, plan.replicas[plan.place(comm.rank)[0]].ranks)
+    model = ParallelModule(module, units, plan, group, comm.rank, on_plan)
+    _wrap_all(model, parsed)
+    return model
+
+
+def _checked(
+    module: nn.Module, plan: Plan, rules: Rules, comm: Comm
+) -> tuple[tuple[tuple[Rule, ...], ModelUnits], dict[str, object]]:
+    """Rules and units, and what must be the same on every rank; nothing is changed."""
     if plan.ranks != comm.world:
         raise PlanError(
             f"the plan places ranks {list(plan.ranks)}, the job has {len(comm.world)} ranks. "
             "Start as many ranks as the plan places."
         )
-    parsed = parse_rules(rules)
+    given = rules() if callable(rules) else rules
+    parsed = parse_rules(given)
     units = units_of(module, parsed, plan.counts)
     plan.check_model(units)
-    group = TensorParallelGroup(comm, plan.replicas[plan.place(comm.rank)[0]].ranks)
-    model = ParallelModule(module, units, plan, group, comm.rank, on_plan)
-    _wrap_all(model, parsed)
-    return model
+    for kind in plan.counts:
+        if all(t.kind is not kind for t in units.tensors):
+            raise ModelMismatch(
+                f"the plan counts {plan.counts[kind]} {kind} units, which cut no tensor of this "
+                f"{type(module).__name__}. Leave the kind out of the plan, or give a rule."
+            )
+    for name, part in module.named_modules():
+        _check_draws(name, part)
+        rule = _rule_of_module(name, parsed)
+        if rule is not None and not _fits(part, rule.style):
+            raise refuse(part, name, rule.style)
+    same: dict[str, object] = {"the plan": plan.to_json(), "rules": dict(given)}
+    same |= {f"tensor '{t['name']}'": t for t in units.to_json()["tensors"]}
+    return (parsed, units), same
+
+
+def _check_draws(name: str, module: nn.Module) -> None:
+    """Torch's own random numbers are each rank's: what they drop is not the same on all ranks."""
+    rates = {a: getattr(module, a, 0) for a in _DRAWS}
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates["p"] = module.p
+    for what, rate in rates.items():
+        if isinstance(rate, float) and rate > 0:
+            raise ModelMismatch(
+                f"'{name}' draws random numbers ({what} = {rate}), each rank its own, so that "
+                "ranks would compute different things. Set it to 0, or use UnitDropout instead."
+            )
 
 
 def units_of(
@@ -220,9 +261,25 @@ def _layer(name: str) -> int:
 def _wrap_all(model: ParallelModule, rules: tuple[Rule, ...]) -> None:
     copies = InputCopies(model.group)
     for name, module in model.module.named_modules():
-        rule = next((r for r in reversed(rules) if r.matches(name)), None)
+        rule = _rule_of_module(name, rules)
         if rule is not None:
             _wrap(model, name, module, rule.style, copies)
+
+
+def _rule_of_module(name: str, rules: tuple[Rule, ...]) -> Rule | None:
+    return next((r for r in reversed(rules) if r.matches(name)), None)
+
+
+def _fits(module: nn.Module, style: Style) -> bool:
+    """Whether `_forward` knows what to do."""
+    is_linear = isinstance(module, nn.Linear) or is_conv1d(module)
+    match style:
+        case Style.REPLICATED | Style.REPLICATED_WITH_GRAD_ALLREDUCE | Style.MOE_TP_EXPERTS:
+            return True
+        case Style.EMBEDDING_ROWWISE:
+            return isinstance(module, nn.Embedding)
+        case _:
+            return is_linear
 
 
 def _wrap(
@@ -250,7 +307,7 @@ def _forward(
             weight = model_name(model, module)
             width = model.shard(weight).spec.shape[0]
             return gathered(module, copies, model.group, lambda: model.columns(weight), width)
-        case _:
+        case _:  # `_fits` came before
             raise refuse(module, name, style)
 
 

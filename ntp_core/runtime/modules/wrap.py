@@ -6,7 +6,6 @@ shapes may be 0 and change with the plan, so nothing about them is remembered.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -24,23 +23,28 @@ Forward = Callable[..., Any]
 class InputCopies:
     """Lets modules that read the same tensor share one backward sum.
 
-    q, k and v read one input; with a copy each, its gradient would be summed three times.
+    q, k and v read one input; with a copy each, its gradient would be summed three times. The last
+    copy is held on to until its gradient is there, or another tensor is read: nobody else need
+    hold it (a linear layer of a 3-dim input saves a view of it).
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self._group = group
-        self._source: weakref.ref[torch.Tensor] | None = None
-        self._copy: weakref.ref[torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # what was read, its copy
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The copy of `x` whose gradient is summed over the replica."""
-        if self._source is not None and self._copy is not None and self._source() is x:
-            copy = self._copy()
-            if copy is not None and copy.requires_grad == torch.is_grad_enabled():
-                return copy
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self._last is not None and self._last[0] is x:
+            return self._last[1]
         copy = copy_to_group(x, self._group)
-        self._source, self._copy = weakref.ref(x), weakref.ref(copy)
+        copy.register_hook(self._forget)  # type: ignore[no-untyped-call]
+        self._last = x, copy
         return copy
+
+    def _forget(self, _grad: torch.Tensor) -> None:
+        self._last = None
 
 
 class GatherByRows(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from ntp_core.errors import ModelMismatch
 from ntp_core.paper_sync import Send, lane_blocks, lane_groups, sends
 from ntp_core.runtime.comm import Comm, Ranks
-from ntp_core.runtime.shards import Shard, Shards, grad_dtype
+from ntp_core.runtime.shards import Shard, Shards, grad_dtype, grad_elements
 from ntp_core.runtime.sync.segments import Fused, fused
 from ntp_core.segments import launches
 from ntp_core.units import ModelUnits
@@ -27,16 +27,13 @@ class ReshardSync:
     """Sums gradients over replicas under one plan. Build a new one for each plan."""
 
     def __init__(self, comm: Comm, shards: Shards) -> None:
-        kinds = {(grad_dtype(p), p.device) for p in shards.params}
-        if len(kinds) > 1:
-            raise ModelMismatch(
-                f"reshard mode needs one element type, the model has {len(kinds)}; use segments"
-            )
+        _check_one_type(shards)
         self._comm = comm
         self._shards = shards
         replica, place = shards.plan.place(shards.rank)
         self._replica = shards.plan.replicas[replica].ranks
-        todo = [s for s in sends(shards.plan, shards.model) if s.src in self._replica]
+        moved = sends(shards.plan, shards.model, grad_elements(shards))
+        todo = [s for s in moved if s.src in self._replica]
         self._moves = bool(todo)
         self._out = _Parcels(shards, self._replica, [s for s in todo if s.src == shards.rank])
         self._in = _Parcels(shards, self._replica, [s for s in todo if s.core == shards.rank])
@@ -53,14 +50,15 @@ class ReshardSync:
     def run(self) -> None:
         """Replace each gradient by its sum over replicas."""
         for param in self._shards.params:
-            if param.grad is None:
+            if param.grad is None and param.requires_grad:
                 param.grad = torch.zeros_like(param, dtype=grad_dtype(param))
         if self._moves:
             self._out.load()
             self._exchange(self._in, self._out)
         if self._lane is not None:
             self._lane.load()
-            self._comm.all_reduce(self._lane.flat, self._lane.ranks)
+            if self._lane.flat.numel():
+                self._comm.all_reduce(self._lane.flat, self._lane.ranks)
             self._lane.unload()
         if self._moves:
             self._exchange(self._out, self._in)
@@ -127,7 +125,7 @@ class _Lane:
         cut = {
             i: Shard(i, t, model.counts[t.kind], lane_blocks(plan, t)[place])
             for i, t in enumerate(model.tensors)
-            if t.kind is not None
+            if t.kind is not None and shards.params[i].requires_grad
         }
         self.flat = _buffer(shards, sum(_numel(s.shape) for s in cut.values()))
         tensors = dict(zip(cut, _places(self.flat, [s.shape for s in cut.values()]), strict=True))
@@ -172,7 +170,7 @@ def _whole(comm: Comm, shards: Shards) -> list[Fused]:
     tensors = shards.model.tensors
     order = [
         launch
-        for launch in launches(shards.plan, shards.model)
+        for launch in launches(shards.plan, shards.model, elements=grad_elements(shards))
         if tensors[launch.pieces[0].tensor].kind is None
     ]
     return [f for launch in order for f in fused(comm, shards, launch)]
@@ -186,8 +184,16 @@ def _shapes(model: ModelUnits, index: int, blocks: tuple[int, ...]) -> list[tupl
     return [(*t.shape[: t.dim], b - a, *t.shape[t.dim + 1 :]) for a, b in shard.spans(blocks)]
 
 
+def _check_one_type(shards: Shards) -> None:
+    kinds = {(grad_dtype(p), p.device) for p in shards.params if p.requires_grad}
+    if len(kinds) > 1:
+        raise ModelMismatch(
+            f"reshard mode needs one element type, the model has {len(kinds)}; use segments"
+        )
+
+
 def _buffer(shards: Shards, numel: int) -> torch.Tensor:
-    like = shards.params[0]
+    like = next((p for p in shards.params if p.requires_grad), shards.params[0])
     return torch.zeros(numel, dtype=grad_dtype(like), device=like.device)
 
 

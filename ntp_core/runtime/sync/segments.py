@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ntp_core.errors import ModelMismatch
 from ntp_core.runtime.comm import Comm, Pending, Ranks
-from ntp_core.runtime.shards import Shards, grad_dtype
+from ntp_core.runtime.shards import Shards, grad_dtype, grad_elements
 from ntp_core.segments import DEFAULT_BUCKET_BYTES, Launch, launches
 
 Span = tuple[int, int]  # local start, local stop along the cut dim
@@ -139,7 +139,7 @@ class SegmentSync:
         *,
         overlap: bool = False,
     ) -> None:
-        order = launches(shards.plan, shards.model, bucket_bytes)
+        order = launches(shards.plan, shards.model, bucket_bytes, grad_elements(shards))
         self._fused = [f for launch in order for f in fused(comm, shards, launch)]
         self._started = 0
         self._is_armed = False
@@ -199,20 +199,16 @@ class SegmentSync:
 
 
 def fused(comm: Comm, shards: Shards, launch: Launch) -> Iterator[Fused]:
-    """This rank's part of a launch, one for each element type; none when it takes no part."""
+    """This rank's part of a launch; none when it takes no part."""
     if shards.rank not in launch.ranks:
         return
     is_first = shards.plan.place(shards.rank)[1] == 0
-    slices: dict[str, list[Slice]] = {}
+    slices = []
     for piece in launch.pieces:
         shard, param = shards.shards[piece.tensor], shards.params[piece.tensor]
-        if not param.requires_grad:
-            continue
         counts = shard.spec.kind is not None or shard.spec.partial_grad or is_first
-        part = Slice(param, shard.spec.dim, shard.spans(piece.blocks), counts=counts)
-        slices.setdefault(str(grad_dtype(param)), []).append(part)
-    for dtype in sorted(slices):
-        yield Fused(comm, launch.ranks, slices[dtype])
+        slices.append(Slice(param, shard.spec.dim, shard.spans(piece.blocks), counts=counts))
+    yield Fused(comm, launch.ranks, slices)
 
 
 def _take(s: Slice, place: torch.Tensor) -> None:

@@ -203,6 +203,23 @@ def test_buffers_are_allocated_once_and_become_the_gradients() -> None:
     assert [b - a for a, b in pairwise(cut)] == [48 * 4] * (2 * LAYERS - 1)
 
 
+def test_gradients_of_earlier_steps_are_let_go() -> None:
+    """What somebody kept of a step stays as it was: later sums are not copied into it."""
+    _, shards, sync = made(plan_of(1, 2))
+    down = next(p for s, p in shards if s.spec.name == "down.0")  # columns: copied there and back
+    kept = []
+    for _ in range(2):
+        for param in shards.params:
+            param.grad = None
+        forward(shards).backward()
+        sync.run()
+        kept.append((down.grad, down.grad.clone()))
+        down.data.mul_(3)
+        shards.params[0].data.add_(1)  # other gradients in the next step
+    assert not torch.equal(kept[0][1], kept[1][1])
+    assert torch.equal(kept[0][0], kept[0][1])
+
+
 def test_frozen_parameters_are_left_out() -> None:
     """A parameter that is not trained has no gradient to sum."""
     comm, shards = DoublingComm(), shards_for(plan_of(1, 1))
