@@ -36,6 +36,10 @@ class EventFile(NullObserver):
         """One committed step."""
         self._tell("step", step=step, took=duration_ns, busy=busy_ns - queued_ns, loss=loss)
 
+    def plan(self, epoch: int, digest: str, text: str, work: float) -> None:
+        """A plan is in force."""
+        self._tell("plan", epoch=epoch, text=text)
+
     def divergence(
         self, step: int, blame: int, replica: int, rank: int, tensor: int, unit: int
     ) -> None:
@@ -44,14 +48,15 @@ class EventFile(NullObserver):
 
     def change_begin(self, epoch: int, reason: int, old: str, new: str, step: int) -> None:
         """A change starts."""
-        self._tell("begin", epoch=epoch, reason=Reason(reason).name, step=step)
+        self._tell("begin", epoch=epoch, reason=Reason(reason).name, step=step, new=new)
 
     def change_phase(
         self, epoch: int, phase: int, begin_ns: int, end_ns: int, num_bytes: int
     ) -> None:
         """A part of it is over."""
         name = ChangePhase(phase).name
-        self._tell("phase", epoch=epoch, phase=name, took=end_ns - begin_ns, bytes=num_bytes)
+        took = end_ns - begin_ns
+        self._tell("phase", epoch=epoch, phase=name, begin=begin_ns, took=took, bytes=num_bytes)
 
     def change_end(
         self, epoch: int, status: int, bytes_moved: int, bytes_lower_bound: int, units: int

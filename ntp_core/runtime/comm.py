@@ -10,6 +10,7 @@ itself would say nothing until its time limit.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from ntp_core.errors import PeerLost
@@ -88,6 +89,9 @@ class Comm:
         """Meet the other ranks, through `store` or by the environment (`env://`)."""
         if store is None:
             store, rank, world_size = next(rendezvous("env://", rank, world_size))
+            # torchrun keeps its store over a restart, with the addresses of the ranks before.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"ntp/attempt/{attempt}", store)
         comm = cls(rank, world_size, observer, timeout_s)
         comm.join(store, comm.world, 0, timeout_s)
         return comm

@@ -336,3 +336,15 @@ def test_weak_replica_is_dropped_and_returns_when_it_is_strong_again(
     between = _plans(told[0])[2]
     assert [(r.ranks, r.batch) for r in between.replicas] == [((0, 1, 2), 5)]
     check_as_if_never_lost(rank_pool, told, [2, 5], tmp_path)
+
+
+def test_only_ranks_of_the_dropped_replica_were_the_lowest(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """What is left starts at rank 3: it leads, reads and speaks."""
+    told = run(rank_pool, [kill_at(1, 3, When.AFTER_FORWARD)], {1}, least_part=1.0, patience_s=3.0)
+    assert {g for g, t in told.items() if t.plan is not None} == {3, 4}
+    for rank in (0, 2):
+        assert "Fenced" in told[rank].error
+    left = {g: told[g] for g in (3, 4)}
+    check_as_if_never_lost(rank_pool, left, [2], tmp_path)

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,7 @@ class Story:
         deaf: rank -> (step, count): it takes part in that decision after the step and learns
             nothing of what came out.
         give_up_s: longest collective.
+        patience_s: how long a rank without a place waits for one.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -97,6 +98,7 @@ class Story:
     least_part: float = 0.0
     deaf: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     give_up_s: float = 20.0
+    patience_s: float = 60.0
 
 
 class Actor:
@@ -111,7 +113,9 @@ class Actor:
         self._observer = RecordingObserver()
         self.told = Told(calls=self._observer.calls)
         self.comm = DeafComm(comm.rank, 1, self._observer, story.give_up_s)
-        self._membership = Membership(store, comm.rank, PATIENCE)
+        self._membership = Membership(
+            store, comm.rank, replace(PATIENCE, newcomer_s=story.patience_s)
+        )
         if comm.rank in story.late:
             after = story.knock_after
             store.wait([f"ntp/{after}/close" if after else "ntp/current"])

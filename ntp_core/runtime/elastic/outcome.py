@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         members: ranks of the new generation: those of `plan`.
-        speaker: the survivor that tells newcomers how things stand.
+        speaker: the member that tells newcomers how things stand; -1 when all is lost.
         plan: comes into force.
         present_epoch: of the plan in force until now, the same for all.
         restore: the state comes from the last checkpoint: the survivors do not hold all of it.
@@ -119,7 +119,7 @@ def decide(
         reason = Reason.CONNECTION_LOST
     return Outcome(
         members=plan.ranks,
-        speaker=min(g for g in holders if found.hellos[g].decided == found.newest),
+        speaker=min(holders.intersection(plan.ranks), default=-1),
         plan=plan.with_epoch(max(plan.epoch, next_epoch)),
         present_epoch=epoch,
         reason=reason,
