@@ -35,8 +35,9 @@ from ntp_core.runtime.optim.planes import (
     adopt_state,
     copies_agree,
     optimizer_steps,
+    own_fingerprints,
     planes_of,
-    shared_fingerprints,
+    share_fingerprints,
 )
 from ntp_core.runtime.parallel_model import ParallelModel
 from ntp_core.runtime.shards import Placement
@@ -126,8 +127,9 @@ class Changer:
             self._comm.ensure_groups(groups_of(placement, self._mode))
         planes = self._planes(old, living)
         steps = optimizer_steps(self._comm, self._optimizer)
-        before = self._fingerprints(planes)
-        moved, after, total, good = self._bring(planes, before, new, living)
+        own = own_fingerprints(planes, self._index, seed=self._seed)
+        before = share_fingerprints(self._comm, planes, own, self._index)
+        moved, after, total, good = self._bring(planes, own, before, new, living)
         bound = bytes_lower_bound(planes, moved.planes, living)  # now: `planes` follow the plan
 
         def act(words: torch.Tensor) -> None:
@@ -163,7 +165,12 @@ class Changer:
         ]
 
     def _bring(
-        self, planes: list[Plane], before: list[Vectors], new: Plan, living: Collection[int]
+        self,
+        planes: list[Plane],
+        own: list[Vectors],
+        before: list[Vectors],
+        new: Plan,
+        living: Collection[int],
     ) -> tuple[Transferred, list[Vectors], int, bool]:
         """Transfer until it is right: what came, its fingerprints, bytes of all ranks and tries."""
         known = [known_of(p.placement, self._index, living) for p in planes]
@@ -171,7 +178,10 @@ class Changer:
         for turn in range(MAX_TRIES):
             moved = self._transfer(planes, new, living, turn)
             with self._phase(new.epoch, ChangePhase.VERIFY):
-                after = self._fingerprints(moved.planes)
+                mine = own_fingerprints(
+                    moved.planes, self._index, seed=self._seed, like=planes, known=own
+                )
+                after = share_fingerprints(self._comm, moved.planes, mine, self._index)
                 silent = copies_agree(moved.planes, after, self._index, seed=self._seed)
                 count, whole = self._totals(moved, silent)
             total += count
@@ -190,9 +200,6 @@ class Changer:
             new.epoch, ChangePhase.TRANSFER, begin, time.monotonic_ns(), moved.bytes_received
         )
         return moved
-
-    def _fingerprints(self, planes: list[Plane]) -> list[Vectors]:
-        return shared_fingerprints(self._comm, planes, self._index, seed=self._seed)
 
     def _totals(self, moved: Transferred, silent: bool) -> tuple[int, bool]:
         """Bytes received by all ranks, and whether all came whole, unspoken copies too."""

@@ -187,7 +187,8 @@ class Comm:
         sizes = torch.tensor([t.numel() for t in send], dtype=torch.int64)
         incoming = torch.empty_like(sizes)
         self._all_to_all(incoming, sizes, [], [], self.world)
-        flat = torch.cat(send)
+        filled = [t for t in send if t.numel()]
+        flat = filled[0] if len(filled) == 1 else torch.cat(send)
         counts = [int(n) for n in incoming]
         received = torch.empty(sum(counts), dtype=torch.uint8)
         self._all_to_all(received, flat, counts, [t.numel() for t in send], self.world)

@@ -102,6 +102,7 @@ class Llama(nn.Module):
         comm: only its groups are used.
         plan, rank: which units this rank holds; the rank must have a place.
         seed: of the initial weights and of dropout, the same on all ranks.
+        is_new: leave the weights as they are: they will come from elsewhere.
 
     Attributes:
         recompute: keep only the layers' inputs for backward and run each layer again.
@@ -111,7 +112,14 @@ class Llama(nn.Module):
     rotary_sin: torch.Tensor
 
     def __init__(
-        self, config: LlamaConfig, group: TensorParallelGroup, plan: Plan, rank: int, seed: int
+        self,
+        config: LlamaConfig,
+        group: TensorParallelGroup,
+        plan: Plan,
+        rank: int,
+        seed: int,
+        *,
+        is_new: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -138,7 +146,8 @@ class Llama(nn.Module):
         self.recompute = False
         self.shards = Shards(self.units, plan, rank, dict(self.named_parameters()))
         for shard, param in self.shards:
-            param.data = init_shard(shard, seed, config.init_std)
+            if not is_new:
+                param.data = init_shard(shard, seed, config.init_std)
 
     def loss_sum(self, tokens_BT: torch.Tensor, *, step: int = 0, first: int = 0) -> torch.Tensor:
         """Sum of next-token cross-entropies over a [B, T + 1] batch, float64 scalar.

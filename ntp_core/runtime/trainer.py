@@ -53,7 +53,7 @@ class Trainer:
         self.text = text
         self.inbox = inbox or Inbox(None)
         group = TensorParallelGroup(comm, plan.replicas[plan.place(comm.rank)[0]].ranks)
-        self.model = Llama(config.model, group, plan, comm.rank, config.seed)
+        self.model = Llama(config.model, group, plan, comm.rank, config.seed, is_new=is_new)
         self.model.recompute = config.recompute
         self.optimizer = _adamw(self.model, config, comm)
         self.save_config = save

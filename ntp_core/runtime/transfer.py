@@ -2,7 +2,8 @@
 
 All ranks compute the same list of moves; each packs what it gives, one uneven all-to-all carries
 it, and each builds its new local tensors from what it keeps and what came in. The old tensors stay
-untouched until the caller has verified the new ones.
+untouched until the caller has verified the new ones; one of which nothing changes is taken over as
+it is.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ def transfer(
             known[id(here)] = there, moves_between(held, there.held, here.model, turn)
         there, todo = known[id(here)]
         tensors = [
-            torch.zeros(s.shape, dtype=old.dtype, device=old.device)
-            for s, old in zip(there.shards, plane.tensors, strict=True)
+            old
+            if a.blocks == b.blocks
+            else torch.empty(b.shape, dtype=old.dtype, device=old.device)
+            for a, b, old in zip(here.shards, there.shards, plane.tensors, strict=True)
         ]
         tasks.append(_Task(plane, Plane(plane.name, there, tensors), todo))
         _keep(tasks[-1])
@@ -103,6 +106,8 @@ def _keep(task: _Task) -> None:
     source, target = task.source, task.target
     pairs = zip(source.placement.shards, target.placement.shards, strict=True)
     for i, (a, b) in enumerate(pairs):
+        if target.tensors[i] is source.tensors[i]:
+            continue
         for block in sorted(set(a.blocks) & set(b.blocks)):
             views = b.views(target.tensors[i], block)
             for have, want in zip(a.views(source.tensors[i], block), views, strict=True):
@@ -123,7 +128,9 @@ def _unpack(tasks: list[_Task], src: int, dst: int, data: torch.Tensor) -> bool:
     start = 0
     for view in views:
         size = view.numel() * view.element_size()
-        # clone: a slice of bytes may not be aligned for the element type
-        view.copy_(data[start : start + size].clone().view(view.dtype).view(view.shape))
+        part = data[start : start + size]
+        if part.storage_offset() % view.element_size():
+            part = part.clone()  # not aligned for the element type
+        view.copy_(part.view(view.dtype).view(view.shape))
         start += size
     return True

@@ -20,7 +20,6 @@ from ntp_core.runtime.content import (
     BlockIndex,
     block_fingerprints,
     counted_mask,
-    fingerprint_vector,
 )
 from ntp_core.runtime.optim.adamw import PlaneAdamW
 from ntp_core.runtime.shards import Placement, Shards
@@ -95,22 +94,59 @@ def optimizer_steps(comm: Comm, optimizer: torch.optim.Optimizer) -> int:
     return int(comm.all_reduce(word, comm.world, dist.ReduceOp.MAX))
 
 
+def own_fingerprints(
+    planes: Sequence[Plane],
+    index: BlockIndex,
+    *,
+    seed: int,
+    check: int = 0,
+    like: Sequence[Plane] = (),
+    known: Sequence[npt.NDArray[np.int64]] = (),
+) -> list[npt.NDArray[np.int64]]:
+    """For each plane the fingerprints of what is here, [blocks of the model]; 0 elsewhere.
+
+    Args:
+        like, known: planes and their fingerprints under the same keys; tensors that are the very
+            same ones are not read again.
+    """
+    found = []
+    for p, plane in enumerate(planes):
+        old = like[p].tensors if like else [None] * len(plane.tensors)
+        out = np.zeros(index.total, dtype=np.int64)
+        for shard, tensor, same in zip(plane.placement.shards, plane.tensors, old, strict=True):
+            places = [index.start[shard.index] + b for b in shard.blocks]
+            if tensor is same:
+                out[places] = known[p][places]
+                continue
+            values = block_fingerprints(shard, tensor, seed=seed + p, check=check)
+            out[places] = [signed(values[b]) for b in shard.blocks]
+        found.append(out)
+    return found
+
+
 def shared_fingerprints(
     comm: Comm, planes: Sequence[Plane], index: BlockIndex, *, seed: int, check: int = 0
 ) -> list[npt.NDArray[np.int64]]:
     """For each plane the fingerprints of all its copies in the job, [copies, blocks of the model].
 
-    Gathered by one sum in which each number has one source. Plane p is keyed with `seed` + p.
+    Plane p is keyed with `seed` + p.
     """
+    own = own_fingerprints(planes, index, seed=seed, check=check)
+    return share_fingerprints(comm, planes, own, index)
+
+
+def share_fingerprints(
+    comm: Comm,
+    planes: Sequence[Plane],
+    own: Sequence[npt.NDArray[np.int64]],
+    index: BlockIndex,
+) -> list[npt.NDArray[np.int64]]:
+    """All ranks' fingerprints, gathered by one sum in which each number has one source."""
     sizes = [p.placement.copies for p in planes]
     table = np.zeros((sum(sizes), index.total), dtype=np.int64)
     first = 0
-    for p, (plane, size) in enumerate(zip(planes, sizes, strict=True)):
-        own = fingerprint_vector(
-            plane.placement, [plane.tensors], index, seed=seed + p, check=check
-        )
-        own *= counted_mask(plane.placement, index)
-        table[first + plane.placement.copy] = own[0]
+    for plane, size, mine in zip(planes, sizes, own, strict=True):
+        table[first + plane.placement.copy] = mine * counted_mask(plane.placement, index)
         first += size
     comm.all_reduce(torch.from_numpy(table), comm.world)
     return np.split(table, np.cumsum(sizes)[:-1])
