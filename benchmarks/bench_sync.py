@@ -32,11 +32,7 @@ from ntp_core.traffic import Traffic, least_bytes, segment_traffic
 LAYOUTS = {"4_to_4": (4, 4), "4_to_3": (4, 3), "4_to_2_3": (4, 2, 3), "6_to_5": (6, 5)}
 SMALLER = {"3_to_1_2": (3, 1, 2)}  # what of several degrees fits the processes
 MAX_RANKS = 8
-IDEAL_GAIN = 1.5  # (K + 1) / 2 for one of two ranks K = 2 times slower
 TIMEOUT_S = 600.0
-UNEVEN_ARMS = ("equal", "by_speed")
-MOST_DELAY = (1.03, 1.85)  # of the free and of the slowed rank, each with a core of its own
-LEAST_QUIET = 5
 
 
 def run_task(world: int, **task: Any) -> dict[str, Any]:
@@ -151,55 +147,34 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def measure_uneven(rounds: int) -> dict[str, Any]:
-    """Gain of shares by measured speed where one of two ranks runs half of the time.
+    """Gain of shares by measured speed where one of two ranks takes twice the time for its work.
 
-    Of rounds in which both cores were the ranks' own: a neighbour takes for nothing what a stopped
-    or waiting rank leaves, so it slows equal shares less than balanced ones. Those rounds are told
-    by the ranks' own delays in both arms, not by what comes out.
+    Ideal is what shares of any fraction would bring: (K + 1) / 2 where one of two ranks was
+    measured K times slower, in the same run.
     """
     if (os.cpu_count() or 1) < 2 or not hasattr(os, "sched_setaffinity"):
         return {"gain": None, "reason": "needs two cores that ranks can be pinned to"}
-    result = run_task(2, kind="uneven", rounds=3 * rounds, inner=4)
-    delays = result["seconds"]["delay"]
-    quiet = [
-        n
-        for n in range(3 * rounds)
-        if all(delays[a][n][r] <= most for a in UNEVEN_ARMS for r, most in enumerate(MOST_DELAY))
-    ]
-    found = {
+    result = run_task(2, kind="uneven", rounds=2 * rounds, inner=4)
+    return {
         "seconds": timed(result),
-        "gain": None,
-        "gain_all_rounds": ratio(result, *UNEVEN_ARMS),
-        "quiet_rounds": f"{len(quiet)} of {3 * rounds}",
+        "gain": ratio(result, "equal", "by_speed"),
+        "ideal_gain": (1 + result["speed_ratio"]) / 2,
         "shares": result["shares"],
         "speed_ratio": result["speed_ratio"],
         "slow_factor": SLOW_FACTOR,
     }
-    if len(quiet) < LEAST_QUIET:
-        return found | {"reason": f"others used the cores: {found['quiet_rounds']} rounds quiet"}
-    kept = {
-        what: {a: [of[a][n] for n in quiet] for a in UNEVEN_ARMS}
-        for what, of in result["seconds"].items()
-    }
-    # Beside the gain over equal shares: the speed, over that of the same cores at 1 and at 1/2.
-    free, ours = (found["seconds"][a]["median_ms"] for a in ("equal_undisturbed", "by_speed"))
-    speed = free * 2 / (1 + 1 / SLOW_FACTOR) / ours
-    return found | {"gain": ratio({"seconds": kept}, *UNEVEN_ARMS), "speed_over_capacity": speed}
 
 
 def targets(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures that have a target."""
     even, uneven = figures["even"], figures["uneven"]
-    gain = uneven["gain"]["median"] / IDEAL_GAIN if uneven["gain"] else None
+    gain = uneven["gain"]["median"] / uneven["ideal_gain"] if uneven["gain"] else None
     medians = {k: v["median_ms"] for k, v in even["seconds"].items()}
-    uneven_beside = {
-        "equal shares": 1 / IDEAL_GAIN,
-        "speed over capacity": uneven.get("speed_over_capacity"),
-    }
+    beside_gain = {"equal shares": 1 / uneven["ideal_gain"]} if uneven["gain"] else {}
     rows = [
         ("even_vs_dtensor_ratio", even["ours_vs_dtensor"]["median"], "lower", 0.70, medians),
         ("even_vs_minimal_ratio", even["ours_vs_minimal"]["median"], "lower", 1.05, medians),
-        ("uneven_vs_ideal_ratio", gain, "higher", 0.95, uneven_beside),
+        ("uneven_vs_ideal_ratio", gain, "higher", 0.95, beside_gain),
         ("bytes_vs_bound_ratio", figures["bytes_vs_bound_ratio"], "lower", 1.0, {}),
     ]
     return [

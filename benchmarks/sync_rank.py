@@ -62,30 +62,25 @@ Seconds = dict[str, dict[str, list[Any]]]  # what -> arm -> by round
 def interleave(comm: Comm, arms: dict[str, Arm], rounds: int, inner: int) -> Seconds:
     """Seconds per repeat, by arm and round.
 
-    "wall" of the slowest rank, "cpu" of all ranks and their threads, and "delay": how much longer a
-    rank took for its own work than it computed, by rank (wall outside collectives over cpu).
+    "wall" of the slowest rank, "cpu" of all ranks and their threads.
     """
     for arm in arms.values():
         arm()
     names = list(arms)
     wall = torch.zeros(len(names), rounds, dtype=torch.float64)
     cpu = torch.zeros_like(wall)
-    delay = torch.zeros(len(names), rounds, len(comm.world), dtype=torch.float64)
     for number in range(rounds):
         order = [(number + k) % len(names) for k in range(len(names))]
         for i in reversed(order) if number % 2 else order:  # no arm always follows the same other
             comm.all_reduce(torch.zeros(1), comm.world)
-            begin, worked, waited = time.perf_counter(), time.process_time(), comm.wait_ns
+            begin, worked = time.perf_counter(), time.process_time()
             for _ in range(inner):
                 arms[names[i]]()
             wall[i, number] = (time.perf_counter() - begin) / inner
             cpu[i, number] = (time.process_time() - worked) / inner
-            own = wall[i, number] - (comm.wait_ns - waited) / 1e9 / inner
-            delay[i, number, comm.rank] = own / cpu[i, number]
     comm.all_reduce(wall, comm.world, dist.ReduceOp.MAX)
     comm.all_reduce(cpu, comm.world)
-    comm.all_reduce(delay, comm.world)
-    told = {"wall": wall, "cpu": cpu, "delay": delay}
+    told = {"wall": wall, "cpu": cpu}
     return {k: dict(zip(names, t.tolist(), strict=True)) for k, t in told.items()}
 
 

@@ -34,6 +34,12 @@ A, M, V = UnitKind.ATTENTION, UnitKind.MLP, UnitKind.VOCAB
 
 DROPS_PER_LAYER = 4
 Drop = Callable[[torch.Tensor], torch.Tensor]
+Drops = tuple[Drop, Drop, Drop, Drop]
+
+
+def keep_all(x: torch.Tensor) -> torch.Tensor:
+    """No dropout."""
+    return x
 
 
 class LlamaLayer(nn.Module):
@@ -49,7 +55,7 @@ class LlamaLayer(nn.Module):
         kv_heads: int,
         mlp_units: int,
         group: TensorParallelGroup,
-        drops: tuple[Drop, Drop, Drop, Drop],
+        drops: Drops = (keep_all, keep_all, keep_all, keep_all),
     ) -> None:
         super().__init__()
         d, e = config.width, config.head_dim
@@ -175,7 +181,7 @@ class Llama(nn.Module):
         self.group.ranks = plan.replicas[plan.place(rank)[0]].ranks
         self.embed.row_of_token = row_of_token(self.config, plan, rank)
 
-    def _drops(self, layer: int) -> tuple[Drop, Drop, Drop, Drop]:
+    def _drops(self, layer: int) -> Drops:
         place, name = layer * DROPS_PER_LAYER, f"layers.{layer}."
         return (
             self._drop(place, name + "o.weight"),
