@@ -374,7 +374,8 @@ SIDECAR = (
     Panel(
         title="Sidecar trouble",
         description="Ticks that failed and were survived, ring files and records refused, series "
-        "left out by the rank limit. Each should stay at 0.",
+        "left out by the rank limit; ranks killed because they stood still, proposals that the job "
+        "refused. Each should stay at 0.",
         unit="short",
         queries={
             "{{instance}} tick errors": "sum by (instance) "
@@ -385,6 +386,8 @@ SIDECAR = (
             f"(increase(nutp_sidecar_bad_records_total{{{NODE}}}{RATE}))",
             "{{instance}} {{outlet}} errors": "sum by (instance, outlet) "
             f"(increase(nutp_sidecar_outlet_errors_total{{{NODE}}}{RATE}))",
+            "ranks killed": f"sum(increase(nutp_ranks_killed_total{{{JOB}}}{RATE}))",
+            "proposals refused": f"sum(increase(nutp_proposals_refused_total{{{JOB}}}{RATE}))",
             "{{instance}} series dropped": "sum by (instance) "
             f"(increase(nutp_sidecar_series_dropped_total{{{NODE}}}{RATE}))",
         },

@@ -37,7 +37,7 @@ def describe(proposal: Proposal) -> str:
 def busy_per_rank_s(job: JobState) -> dict[int, float]:
     """Median of each rank's own time over its newest steps under the plan in force, in seconds."""
     busy = {}
-    for r in job.ranks.values():
+    for r in job.members:
         newest = [s.own_ns for s in list(r.steps)[-MEASURED_STEPS:] if s.epoch == r.epoch]
         if newest and r.alive is not False:
             busy[r.rank] = median(newest) / 1e9
@@ -93,7 +93,7 @@ def newest_step_s(job: JobState) -> float:
     """Median over ranks of their newest step times, in seconds; 0 without steps."""
     times = [
         median(s.duration_ns for s in list(r.steps)[-MEASURED_STEPS:]) / 1e9
-        for r in job.ranks.values()
+        for r in job.members
         if r.steps and r.alive is not False
     ]
     return median(times) if times else 0.0

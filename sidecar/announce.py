@@ -140,7 +140,8 @@ def make_tracer(config: Config, env: Mapping[str, str] = os.environ) -> ChangeTr
         InvalidInput: the variables ask for something that is not built in.
     """
     if config.otlp_endpoint:
-        env = {**env, "OTEL_EXPORTER_OTLP_ENDPOINT": config.otlp_endpoint}
+        others = {k: v for k, v in env.items() if k != "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+        env = {**others, "OTEL_EXPORTER_OTLP_ENDPOINT": config.otlp_endpoint}
     return ChangeTracer.from_environment(env)
 
 

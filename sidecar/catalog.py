@@ -54,7 +54,13 @@ METRICS: tuple[Metric, ...] = (
     # the job
     Metric("nutp_build", _I, "", ("version",), "Version of the sidecar."),
     Metric("nutp_job_step", _G, "", _JOB, "Newest step that every living rank has committed."),
-    Metric("nutp_job_ranks", _G, "", ("nutp_job", "state"), "Ranks by state: alive, dead, exited."),
+    Metric(
+        "nutp_job_ranks",
+        _G,
+        "",
+        ("nutp_job", "state"),
+        "Ranks by state: alive, dead, exited, left (gone; the job goes on without them).",
+    ),
     Metric("nutp_job_loss", _G, "", _JOB, "Mean loss per token of the newest step."),
     Metric("nutp_job_gradient_norm", _G, "", _JOB, "Gradient norm before clipping, newest step."),
     Metric("nutp_job_tokens", _C, "", _JOB, "Tokens trained, over all replicas."),
@@ -88,6 +94,13 @@ METRICS: tuple[Metric, ...] = (
         "Time in each phase of a step.",
     ),
     Metric("nutp_rank_gc_pause_seconds", _C, "seconds", _RANK, "Time in Python's collector."),
+    Metric(
+        "nutp_ranks_killed",
+        _C,
+        "",
+        _JOB,
+        "Ranks that the sidecar killed because they stood still (kill_stopped).",
+    ),
     # collectives
     Metric("nutp_collectives", _C, "", ("nutp_job", "rank", "op"), "Collectives finished."),
     Metric("nutp_collective_bytes", _C, "bytes", ("nutp_job", "rank", "op"), "Bytes handed in."),
@@ -110,6 +123,13 @@ METRICS: tuple[Metric, ...] = (
         ("nutp_job", "reason"),
         "Duration of allocation changes.",
         CHANGE_BUCKETS,
+    ),
+    Metric(
+        "nutp_proposals_refused",
+        _C,
+        "",
+        _JOB,
+        "Proposals, and what lay in their place, that the job set aside.",
     ),
     Metric("nutp_allocation_moved_bytes", _C, "bytes", _JOB, "Bytes moved by changes."),
     Metric("nutp_allocation_lower_bound_bytes", _C, "bytes", _JOB, "Bytes that had to move."),
@@ -193,6 +213,7 @@ SPAN_PHASES = (
     "nutp.verify",
     "nutp.resume",
     "nutp.rollback",
+    "nutp.restore",
 )
 SPAN_RANK_TRANSFER = "nutp.transfer.rank"
 

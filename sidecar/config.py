@@ -86,6 +86,17 @@ class Config:
     judge_margin: float = _setting(0.02, "gain under which a change is undone", least=0, most=0.99)
     judge_skip_steps: int = _setting(2, "steps after a change not judged", least=0, most=100)
     judge_steps: int = _setting(5, "steps that judge a change", least=1, most=200)
+    proposal_return_steps: int = _setting(
+        16,
+        "steps that a slowed rank must have been fast again before it gets shares back; 0: never",
+        least=0,
+        most=400,
+    )
+    kill_stopped: float = _setting(
+        0.0,
+        "seconds after which a rank that stands still while others wait is killed; 0 kills none",
+        least=0,
+    )
     webhook_url: str = _setting("", "where incidents are sent; empty sends none")
     webhook_secret: str = _setting("", "signing secret (whsec_...) of the webhook", is_secret=True)
     alertmanager_url: str = _setting("", "Alertmanager that incidents are posted to; empty: none")

@@ -131,17 +131,22 @@ def _step_times(job: JobState, first: int, stop: int, epochs: range) -> dict[int
     """Step -> nanoseconds on its slowest rank, for steps in [first, stop) of these epochs."""
     slowest: dict[int, int] = {}
     for rank in job.ranks.values():
-        for s in _range_of(rank.steps, first):
-            if s.step < stop and s.epoch in epochs:
+        for s in _range_of(rank.steps, first, epochs):
+            if s.step < stop:
                 slowest[s.step] = max(slowest.get(s.step, 0), s.duration_ns)
     return slowest
 
 
-def _range_of(steps: deque[StepSample], first: int) -> list[StepSample]:
-    """The newest samples from step `first` on, without walking all that are kept."""
+def _range_of(steps: deque[StepSample], first: int, epochs: range) -> list[StepSample]:
+    """The newest samples of these epochs from step `first` on, without walking all that are kept.
+
+    A job that went back to a checkpoint has made the same steps under several plans.
+    """
     samples = []
     for sample in reversed(steps):
-        if sample.step < first:
+        if sample.epoch >= epochs.stop:
+            continue
+        if sample.epoch < epochs.start or sample.step < first:
             break
         samples.append(sample)
     return samples

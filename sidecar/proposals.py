@@ -4,13 +4,16 @@ Nothing here waits for the job and the job waits for nothing here. One proposal 
 made while one is pending, while a change is judged, or in the cool-down after either. What the job
 refused is shown with its incident and not proposed again from the same plan. Without `act` the plan
 is worked out and shown with the incident, and no file is written.
+
+A rank that was slow and is fast again gets its shares back in the same way, with the reason
+RANK_RETURNED: it is back, with its speed. No critical incident may fire then.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +24,7 @@ from sidecar.advice import Planner, describe
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.state import Change, JobState
 from sidecar.refusals import Refusal, refusals
+from sidecar.returns import Returns
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +64,10 @@ class ProposalDesk:
     planner: Planner
     autopilot: Autopilot = Autopilot.ADVISE
     limits: ProposalLimits = field(default_factory=ProposalLimits)
+    returns: Returns = field(default_factory=Returns)
     promises: dict[int, Proposal] = field(default_factory=dict)  # epoch -> what was proposed
     write_errors: int = 0
+    _given: dict[int, int] = field(default_factory=dict)  # epoch -> rank that got shares back
     _pending: Proposal | None = None
     _pending_since_ns: int = 0
     _quiet_until_ns: int = 0
@@ -97,9 +103,44 @@ class ProposalDesk:
                 return proposal
         return None
 
+    def give_back(
+        self, job: JobState, incidents: Sequence[Incident], *, now_ns: int, now_unix_ns: int
+    ) -> Proposal | None:
+        """Propose a plan by measured speeds when a rank carries less than it can. Only with `act`.
+
+        Args:
+            incidents: all that are known, oldest first; none that is critical may be firing.
+        """
+        if self.autopilot is not Autopilot.ACT or job.plan is None:
+            return None
+        if self._pending or now_ns < self._quiet_until_ns or self._is_in_change(job):
+            return None
+        finding = self.returns.due(job, now_ns)
+        proposal = None if finding is None else self.planner(job, finding)
+        if finding is None or finding.rank is None or proposal is None:
+            return None
+        if self._refusals().get(_step(proposal)) is not None:
+            return None
+        about = (finding.check, finding.rank)
+        was = [i.id for i in incidents if (i.finding.check, i.finding.rank) == about]
+        proposal = replace(
+            proposal,
+            reason=Reason.RANK_RETURNED,
+            incident=was[-1] if was else "",
+            detected_unix_ns=now_unix_ns,
+            decided_unix_ns=now_unix_ns,
+        )
+        self.returns.given(finding.rank, now_ns)
+        self._given[proposal.plan.epoch] = finding.rank
+        self._leave(proposal, now_ns)
+        return proposal
+
     def undo(self, job: JobState, change: Change, *, now_ns: int, now_unix_ns: int) -> None:
         """A change brought nothing: back to the plan before it, and do not try again soon."""
         promise = self.promises.get(change.epoch)
+        if (rank := self._given.get(change.epoch)) is not None:
+            self.returns.given(rank, now_ns, self.limits.undone_s)
+            promise = None  # the others lost shares; that says nothing about them
         slow = None if promise is None else _rank_given_less(job, change)
         if slow is not None:
             self._undone_until_ns[slow] = now_ns + int(self.limits.undone_s * 1e9)
@@ -192,6 +233,7 @@ class ProposalDesk:
         self.promises[proposal.plan.epoch] = proposal
         while len(self.promises) > MAX_PROMISES:
             del self.promises[min(self.promises)]
+        self._given = {e: g for e, g in self._given.items() if e in self.promises}
 
     def _settle(self, job: JobState, now_ns: int) -> None:
         """See what became of the pending proposal: taken, overtaken, refused, or ignored."""

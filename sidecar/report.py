@@ -78,7 +78,7 @@ def build_report(job: JobState, incidents: Iterable[Incident], facts: RunFacts) 
     return {
         "ranks": max((r.world_size for r in job.ranks.values()), default=0) or len(job.ranks),
         "replicas": _replicas(job),
-        "steps": max((r.step for r in job.ranks.values()), default=0),
+        "steps": max((r.step for r in job.members or job.ranks.values()), default=0),
         "loss": {"first": finite_or_none(facts.loss_first), "last": _loss_last(job)},
         "parity": {
             "max_rel_loss_diff_vs_single_process": facts.max_rel_loss_diff_vs_single_process
@@ -113,8 +113,7 @@ def _replicas(job: JobState) -> list[dict[str, Any]]:
 
 
 def _loss_last(job: JobState) -> float | None:
-    known = [r for r in job.ranks.values() if r.loss is not None]
-    return finite_or_none(max(known, key=lambda r: (r.step, -r.rank)).loss) if known else None
+    return None if job.lead is None else finite_or_none(job.lead.loss)
 
 
 def _change(c: Change) -> dict[str, Any]:
@@ -131,6 +130,8 @@ def _change(c: Change) -> dict[str, Any]:
         "step_time_after_s": c.step_time_after_s,
         "step_time_ideal_s": c.step_time_ideal_s,
         "trace_id": c.trace_id,
+        "status": "running" if c.status is None else c.status.name.lower(),
+        "error": c.error or None,
     }
 
 

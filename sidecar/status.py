@@ -71,9 +71,12 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         f"job {job['job_id']}: {status_words(job)}, step {_or_unknown(job['step'])}, "
         f"loss {'not finite' if job['loss_is_finite'] is False else _or_unknown(job['loss'])}, "
         f"step time {'unknown' if step_time is None else f'{step_time:.3g} s'}",
-        f"ranks: {job['ranks_alive']} alive, {job['ranks_dead']} dead; "
+        f"ranks: {job['ranks_alive']} alive, {job['ranks_dead']} dead{_left(job)}; "
         f"plan epoch {_or_unknown(job['plan_epoch'])}",
     ]
+    if job["proposals_refused"]:
+        why = job["refusal"] or "no reason is left"
+        lines.append(f"proposals refused by the job: {job['proposals_refused']}, newest: {why}")
     lines += [
         f"rank {r['rank']}: {r['health']}, step {_or_unknown(r['step'])}, "
         f"slowness {_or_unknown(r['slowness'])}"
@@ -83,6 +86,11 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     firing = [i for i in status["incidents"] if i["state"] == "firing"]
     lines += [f"{i['severity']}: {i['summary']} ({i['id']}, {i['runbook']})" for i in firing]
     return [*lines, f"page: {status['url']}"]
+
+
+def _left(job: Mapping[str, Any]) -> str:
+    """Ranks that the job goes on without."""
+    return f", {job['ranks_left']} left" if job["ranks_left"] else ""
 
 
 def status_words(job: Mapping[str, Any]) -> str:

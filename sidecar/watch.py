@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ntp_core.cost import Work
+from ntp_core.observe import ChangeStatus, Reason
 from sidecar.advice import Planner, plan_for_slow_rank, work_by_weights
-from sidecar.checks.finding import Check, Finding
+from sidecar.checks.finding import Check, Finding, Severity
 from sidecar.checks.registry import build_checks
 from sidecar.config import Config
 from sidecar.incidents.incident import Incident
@@ -24,6 +25,9 @@ from sidecar.ingest.spans import trace_id_of
 from sidecar.ingest.state import Change, JobState
 from sidecar.judge import ChangeJudge, JudgeLimits
 from sidecar.proposals import Autopilot, ProposalDesk, ProposalLimits
+from sidecar.refusals import RefusedCount
+from sidecar.returns import ReturnLimits, Returns
+from sidecar.stops import StopKiller
 from sidecar.view import CheckRow
 from sidecar.wire.rundir import read_plan
 
@@ -45,6 +49,8 @@ class JobWatch:
     tracker: IncidentTracker
     desk: ProposalDesk
     judge: ChangeJudge
+    refused: RefusedCount
+    stops: StopKiller = field(default_factory=StopKiller)
     _runs: Counter[str] = field(default_factory=Counter)
     _failures: Counter[str] = field(default_factory=Counter)
     _ready: set[str] = field(default_factory=set)
@@ -75,6 +81,9 @@ class JobWatch:
             if change.trace_id is None:
                 change.trace_id = trace_id_of(self.job.job_id, change)
         ended = self._newly_ended()
+        self.stops.tick(self.job, now_ns)
+        self.refused.look(now_ns)
+        self.job.proposals_refused, self.job.refusal = self.refused.count, self.refused.newest
         findings = self._run_checks(now_ns)
         self._name_incidents()
         self._judge(now_ns, now_unix_ns)
@@ -82,10 +91,14 @@ class JobWatch:
         transitions = self.tracker.update(
             findings, now_unix_ns=now_unix_ns, step=self.job.step, judged=self._ready
         )
-        self.tracker.link(self.job.changes)
+        self._note_kills()
+        self.tracker.link(self.job.changes, self.job.plans, now_unix_ns - now_ns)
         # After the findings of this tick are in, because it writes its advice into them; before
         # anyone is told, so that the message holds it.
-        self.desk.consider(self.job, self.tracker.firing(), now_ns=now_ns, now_unix_ns=now_unix_ns)
+        firing = self.tracker.firing()
+        self.desk.consider(self.job, firing, now_ns=now_ns, now_unix_ns=now_unix_ns)
+        if all(i.finding.severity is not Severity.CRITICAL for i in firing):
+            self.desk.give_back(self.job, self.incidents, now_ns=now_ns, now_unix_ns=now_unix_ns)
         return Ticked(transitions=transitions, ended=ended)
 
     def _run_checks(self, now_ns: int) -> list[Finding]:
@@ -113,6 +126,17 @@ class JobWatch:
             promise = self.desk.promises.get(change.epoch)
             if promise and promise.incident and promise.plan.digest == change.new_digest:
                 change.incident = promise.incident
+
+    def _note_kills(self) -> None:
+        """Whom the sidecar killed shows in the trace of the change that answers it."""
+        answers = (c for c in self.job.changes if c.reason is Reason.RANK_DIED)
+        noted = {(k.rank, k.t_ns) for c in self.job.changes for k in c.kills}
+        fresh = [k for k in self.job.kills if (k.rank, k.t_ns) not in noted]
+        for change in answers if fresh else ():
+            if change.status is not None and change.status is not ChangeStatus.COMMITTED:
+                continue
+            change.kills += [k for k in fresh if k.t_ns <= change.begin_ns]
+            fresh = [k for k in fresh if k.t_ns > change.begin_ns]
 
     def _newly_ended(self) -> list[Change]:
         ended = {(c.epoch, c.begin_ns): c for c in self.job.changes if c.end_ns is not None}
@@ -176,7 +200,10 @@ def build_watch(
             ProposalLimits(
                 cooldown_s=config.proposal_cooldown_s, pending_s=config.proposal_pending_s
             ),
+            Returns(ReturnLimits(steps=config.proposal_return_steps)),
         ),
+        refused=RefusedCount(run_dir),
+        stops=StopKiller(config.kill_stopped),
         judge=ChangeJudge(
             JudgeLimits(
                 skip=config.judge_skip_steps,

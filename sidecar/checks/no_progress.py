@@ -4,6 +4,9 @@ Progress is the only clock: heartbeats, records and utilisation can all look wel
 moves. The limit is learnt from the job's own step times, between a floor and a ceiling; the first
 step, an allocation change and a checkpoint have longer ones, and each of them ages out, so that a
 lost end record never turns the check off.
+
+Only ranks that the plan in force counts on are looked at. One that was left behind, stands by or
+asks to be let in makes no steps and keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from sidecar.checks.dead_rank import is_dead, op_name
+from sidecar.checks.dead_rank import describe, is_dead
 from sidecar.checks.finding import Finding, Severity
+from sidecar.ingest.collectives import generation_of
 from sidecar.ingest.state import JobState, OpenCollective, RankState
 
 MEDIAN_STEPS = 64
@@ -81,12 +85,12 @@ class NoProgress:
         """True while a rank lives that has started a step or committed one."""
         return any(
             r.alive and r.exited is None and (r.steps_total > 0 or r.step_open is not None)
-            for r in job.ranks.values()
+            for r in job.members
         )
 
     def run(self, job: JobState, now_ns: int) -> list[Finding]:
         """At most one finding, about the job; its `rank` is the culprit where one is named."""
-        living = [r for r in job.ranks.values() if r.alive is not False and r.exited is None]
+        living = [r for r in job.members if r.alive is not False and r.exited is None]
         if not living or not self.ready(job):
             return []
         last_ns = _last_progress_ns(living, job)
@@ -168,9 +172,11 @@ def _finding(
         "waiting": f"{len(waiting)} of {len(living)} living ranks inside a collective",
     }
     if awaited := _awaited(waiting, culprits):
-        signals["collective"] = _describe(awaited)
+        signals["collective"] = _sized(job, awaited)
     if stopped:
         signals["process_state"] = f"{_ranks(stopped)}: stopped (state T)"
+        if killed := [r for r in stopped if r.killed_after_s is not None]:
+            signals["killed"] = f"{_ranks(killed)}: by the sidecar (kill_stopped)"
     if culprits:
         signals["not_arrived"] = _ranks(culprits)
         age = (now_ns - max(r.last_progress_ns for r in culprits)) / 1e9
@@ -180,7 +186,7 @@ def _finding(
         # One subject for all: who is to blame may become clear only while it lasts.
         subject="job",
         severity=Severity.CRITICAL,
-        summary=_summary(culprits, stopped, awaited, age_s),
+        summary=_summary(job, culprits, stopped, awaited, age_s),
         signals=signals,
         rank=rank.rank if rank else None,
         replica=rank.replica if rank else None,
@@ -189,6 +195,7 @@ def _finding(
 
 
 def _summary(
+    job: JobState,
     culprits: list[RankState],
     stopped: list[RankState],
     awaited: OpenCollective | None,
@@ -205,31 +212,40 @@ def _summary(
         why = f"{who} died and the others still wait"
     else:
         why = f"{who} has not arrived" if len(culprits) == 1 else f"{who} have not arrived"
-    return f"{head}: {why}" + (f" at {_describe(awaited)}." if awaited else ".")
+    return f"{head}: {why}" + (f" at {_sized(job, awaited)}." if awaited else ".")
 
 
 def _behind(job: JobState, living: list[RankState], waiting: list[RankState]) -> list[RankState]:
     """Who keeps the waiting ranks waiting; empty when nothing tells.
 
     First the living ranks that are in no collective while others are. When all are in one, those
-    with a lower sequence number than their group's newest: they skipped a call.
+    that are still in groups of an older generation. Then those with a lower sequence number than
+    their group's newest: they skipped a call. Numbers of different groups, and so of different
+    generations, are never compared.
     """
     if not waiting:
         return []
     outside = [r for r in living if r.collective is None]
     if outside:
         return outside
+    if behind := _of_older_generation(job, waiting):
+        return behind
     newest: dict[int, int] = {}
     for r in waiting:
         if r.collective is not None:
             group = r.collective.group
             newest[group] = max(newest.get(group, 0), r.collective.seq)
     late = [r for r in waiting if r.collective and r.collective.seq < newest[r.collective.group]]
-    return late or [r for r in job.ranks.values() if is_dead(r) and _has_place(job, r)]
+    return late or [r for r in job.members if is_dead(r)]
 
 
-def _has_place(job: JobState, rank: RankState) -> bool:
-    return job.plan is None or rank.rank in job.plan.ranks
+def _of_older_generation(job: JobState, waiting: list[RankState]) -> list[RankState]:
+    """Ranks whose peers have formed new groups without them so far. Only the engine has them."""
+    if job.plan is None:
+        return []
+    generations = {r.rank: generation_of(r.collective.group) for r in waiting if r.collective}
+    newest = max(generations.values())
+    return [r for r in waiting if generations.get(r.rank, newest) < newest]
 
 
 def _awaited(waiting: list[RankState], culprits: list[RankState]) -> OpenCollective | None:
@@ -240,8 +256,8 @@ def _awaited(waiting: list[RankState], culprits: list[RankState]) -> OpenCollect
     return min(entered, key=lambda c: c.begin_ns, default=None)
 
 
-def _describe(c: OpenCollective) -> str:
-    return f"{op_name(c.op)} number {c.seq} of group {c.group} ({c.num_bytes} bytes)"
+def _sized(job: JobState, c: OpenCollective) -> str:
+    return f"{describe(job, c)} ({c.num_bytes} bytes)"
 
 
 def _ranks(ranks: Iterable[RankState]) -> str:

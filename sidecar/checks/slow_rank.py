@@ -125,7 +125,7 @@ class SlowRank:
 
 def _table(job: JobState, limits: SlowRankLimits) -> _Table | None:
     """The newest `limits.steps` consecutive steps that all comparable ranks committed."""
-    ranks = [r for r in job.ranks.values() if r.alive is not False and r.exited is None and r.work]
+    ranks = [r for r in job.members if r.alive is not False and r.exited is None and r.work]
     if len(ranks) < limits.min_ranks:
         return None
     epoch = max(r.epoch for r in ranks)
@@ -186,7 +186,7 @@ def _crowded(job: JobState, limits: SlowRankLimits) -> list[Finding]:
     room = limits.crowded_steps
     columns = {
         r.rank: {s.step: s for s in list(r.steps)[-room - 2 :] if s.work and s.epoch == r.epoch}
-        for r in job.ranks.values()
+        for r in job.members
         if r.alive is not False and r.exited is None and r.work
     }
     common = sorted(set.intersection(*(set(c) for c in columns.values())))[-room:]

@@ -16,6 +16,7 @@ from sidecar.ingest.state import JobState, RankState
 from sidecar.view import CheckRow
 
 CHANGE_REASONS = tuple(r.name.lower() for r in Reason if r is not Reason.START)
+RANK_STATES = ("alive", "dead", "exited", "left")
 CHANGE_STATUSES = tuple(s.name.lower() for s in ChangeStatus)
 
 
@@ -29,6 +30,8 @@ def job_series(job: str, view: JobView, totals: JobTotals) -> list[Series]:
         *_checks(job, view.checks),
         *_incidents(job, view.incidents, totals),
         ("nutp_job_tokens", (job,), totals.tokens),
+        ("nutp_proposals_refused", (job,), state.proposals_refused),
+        ("nutp_ranks_killed", (job,), state.killed_total),
         ("nutp_replica_checks", (job,), state.checked_steps),
         ("nutp_replica_mismatches", (job,), max(0, state.checked_steps - state.identical_steps)),
     ]
@@ -72,26 +75,26 @@ def sidecar_series(version: str, stats: SidecarStats, series_dropped: int) -> li
 
 def _progress(job: str, state: JobState) -> list[Series]:
     series: list[Series] = []
-    if any(r.alive is not False for r in state.ranks.values()):
+    if any(r.alive is not False for r in state.members):
         series.append(("nutp_job_step", (job,), state.step))
-    # Every rank reports the job's loss; the rank that is furthest has the newest.
-    newest = max(state.ranks.values(), key=lambda r: (r.step, -r.rank), default=None)
-    if newest is not None and newest.loss is not None:
-        series.append(("nutp_job_loss", (job,), newest.loss))
-    if newest is not None and newest.grad_norm is not None:
-        series.append(("nutp_job_gradient_norm", (job,), newest.grad_norm))
+    lead = state.lead
+    if lead is not None and lead.loss is not None:
+        series.append(("nutp_job_loss", (job,), lead.loss))
+    if lead is not None and lead.grad_norm is not None:
+        series.append(("nutp_job_gradient_norm", (job,), lead.grad_norm))
     return series
 
 
 def _states(job: str, state: JobState) -> list[Series]:
-    counts = Counter(_state(r) for r in state.ranks.values())
-    return [("nutp_job_ranks", (job, word), counts[word]) for word in ("alive", "dead", "exited")]
+    counts = Counter(_state(r, state.counts_on(r.rank)) for r in state.ranks.values())
+    return [("nutp_job_ranks", (job, word), counts[word]) for word in RANK_STATES]
 
 
-def _state(rank: RankState) -> str:
+def _state(rank: RankState, is_member: bool) -> str:
     if rank.exited is not None:
         return "exited"
-    return {None: "unknown", True: "alive", False: "dead"}[rank.alive]
+    gone = "dead" if is_member else "left"
+    return {None: "unknown", True: "alive", False: gone}[rank.alive]
 
 
 def _allocation(job: str, state: JobState, totals: JobTotals) -> list[Series]:

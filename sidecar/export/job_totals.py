@@ -31,7 +31,8 @@ class JobTotals:
     incidents: Counter[tuple[str, str]] = field(default_factory=Counter)  # check, severity
     step_seconds: dict[str, BucketCounts] = field(default_factory=dict)  # replica ->
     change_seconds: dict[str, BucketCounts] = field(default_factory=dict)  # reason ->
-    _newest: dict[str, tuple[int, int]] = field(default_factory=dict)  # replica -> step, end
+    _newest: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Replica -> epoch, step and end of its newest step."""
     _fired: set[str] = field(default_factory=set)
 
     def observe_step(
@@ -53,11 +54,12 @@ class JobTotals:
 
     def _is_news(self, replica: str, rank: RankState, sample: StepSample) -> bool:
         known = self._newest.get(replica)
-        # Steps run again after a restart from a checkpoint: in a process that did not live yet
-        # when the newest step ended.
-        if known and sample.step <= known[0] and rank.start_ns <= known[1]:
+        # Steps run again from a checkpoint: under a later plan, or after a restart of the job in
+        # a process that did not live yet when the newest step ended.
+        is_later = known is None or (sample.epoch, sample.step) > known[:2]
+        if known and not is_later and rank.start_ns <= known[2]:
             return False
-        self._newest[replica] = (sample.step, sample.end_ns)
+        self._newest[replica] = (sample.epoch, sample.step, sample.end_ns)
         return True
 
     def _exemplar(self, change: Change, seconds: float, unix_ns: int | None = None) -> Exemplar:

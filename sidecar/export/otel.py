@@ -47,6 +47,8 @@ from sidecar.ingest.state import Change, JobState
 SETTLE_NS = 2_000_000_000
 """Wait between a change's end and its export: other ranks' last phases may be on the way."""
 
+EVENT_KILL = "nutp.rank.killed"
+"""On the span of a change: the sidecar killed a rank that stood still, and the job answered."""
 EXIT_TIMEOUT_S = 2.0
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -57,7 +59,8 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("nutp.step", "change", "Step after which the change started."),
     ("nutp.change.reason", "change", "Why: start, rank_died, rank_slow, ..."),
     ("nutp.change.status", "change", "How it ended: committed, rolled_back, failed, unfinished."),
-    ("nutp.change.incident", "change", "Id of the incident that asked for it, if one did."),
+    ("nutp.change.incident", "change", "Id of the incident that caused it, if one did."),
+    ("nutp.change.error", "change", "Why the sidecar ended it, where no rank was left to."),
     ("nutp.plan.from", "change", "Digest of the plan before."),
     ("nutp.plan.to", "change", "Digest of the plan after."),
     ("nutp.plan.epoch", "change", "Epoch of the plan after."),
@@ -155,6 +158,9 @@ class ChangeTracer:
             attributes=change_attributes(job_id, change),
         )
         root.set_status(change_status(change))
+        for kill in change.kills:
+            said = {"nutp.rank": kill.rank, "nutp.stopped.seconds": kill.stopped_s}
+            root.add_event(EVENT_KILL, said, kill.t_ns + unix_offset_ns)
         self._export_children(trace_id, root, phase_spans(change), unix_offset_ns)
         root.end(stop_ns(change) + unix_offset_ns)
 
@@ -209,6 +215,8 @@ def change_attributes(job_id: str, change: Change) -> dict[str, AttributeValue]:
     }
     if change.incident is not None:
         attributes["nutp.change.incident"] = change.incident
+    if change.error:
+        attributes["nutp.change.error"] = change.error
     if change.status is not ChangeStatus.COMMITTED:
         attributes["error.type"] = status
     return attributes
@@ -222,7 +230,7 @@ def change_status(change: Change) -> Status:
         case ChangeStatus.ROLLED_BACK:
             return Status(StatusCode.ERROR, "rolled back to the plan before")
         case ChangeStatus.FAILED:
-            return Status(StatusCode.ERROR, "failed")
+            return Status(StatusCode.ERROR, change.error or "failed")
         case None:
             return Status(StatusCode.ERROR, "never ended")
 
@@ -256,7 +264,18 @@ def _exporter(environ: Mapping[str, str]) -> SpanExporter | None:
     if chosen != "otlp":
         raise InvalidInput(f"OTEL_TRACES_EXPORTER='{chosen}': set otlp, console or none")
     _check_protocol(environ)
-    return OTLPSpanExporter()
+    return OTLPSpanExporter(endpoint=_traces_url(environ))
+
+
+def _traces_url(environ: Mapping[str, str]) -> str | None:
+    """Where traces go by these variables; None leaves it to the SDK, which reads the process' own.
+
+    Source: https://opentelemetry.io/docs/specs/otel/protocol/exporter/#endpoint-urls-for-otlphttp
+    """
+    traces, base = (environ.get(name, "") for name in _ENDPOINTS)
+    if traces or not base:
+        return traces or None
+    return f"{base.rstrip('/')}/v1/traces"
 
 
 def _check_protocol(environ: Mapping[str, str]) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ntp_core.observe import Reason
+from ntp_core.plan import Plan
 from sidecar.checks.finding import Finding
+from sidecar.incidents.cause import causes
 from sidecar.incidents.incident import Incident, IncidentState
 from sidecar.ingest.state import Change
 
@@ -23,14 +25,6 @@ is counted in `refused` and otherwise ignored."""
 FLAP_WINDOW_NS = 600_000_000_000
 FLAP_TIMES = 3
 """Fired this often within the window: each further time doubles the time to clear, up to 16x."""
-LINK_STEPS = 8
-"""A change that names no incident belongs to one that opened at most this many steps away."""
-
-_CHECK_OF_REASON = {
-    Reason.RANK_DIED: "dead_rank",
-    Reason.RANK_SLOW: "slow_rank",
-    Reason.REPAIR: "replica_divergence",
-}
 
 Key = tuple[str, str]
 
@@ -116,17 +110,25 @@ class IncidentTracker:
                 transitions.append(resolved)
         return transitions
 
-    def link(self, changes: Iterable[Change]) -> None:
-        """Tie changes to the incidents that caused them, in both directions."""
+    def link(
+        self,
+        changes: Iterable[Change],
+        plans: Mapping[str, Plan] | None = None,
+        unix_offset_ns: int = 0,
+    ) -> None:
+        """Tie changes to the incidents that caused them, in both directions.
+
+        Args:
+            plans: digest -> plan: they tell which ranks went and which came.
+            unix_offset_ns: unix time minus the clock of changes.
+        """
         for change in changes:
-            incident = self._cause(change)
-            if incident is None:
-                continue
-            change.incident = incident.id
-            if change.epoch not in incident.change_epochs:
-                incident.change_epochs.append(change.epoch)
-            if change.trace_id and change.trace_id not in incident.trace_ids:
-                incident.trace_ids.append(change.trace_id)
+            for incident in self._causes(change, plans or {}, unix_offset_ns):
+                change.incident = change.incident or incident.id
+                if change.epoch not in incident.change_epochs:
+                    incident.change_epochs.append(change.epoch)
+                if change.trace_id and change.trace_id not in incident.trace_ids:
+                    incident.trace_ids.append(change.trace_id)
 
     def find(self, incident_id: str) -> Incident | None:
         """The incident of that id, if it is still kept."""
@@ -209,15 +211,14 @@ class IncidentTracker:
     def _policy(self, check: str) -> Policy:
         return self.policies.get(check, Policy())
 
-    def _cause(self, change: Change) -> Incident | None:
-        if change.incident is not None:
-            return self.find(change.incident)
-        check = _CHECK_OF_REASON.get(change.reason)
-        for incident in reversed(self._all):
-            if incident.finding.check == check and not incident.change_epochs:
-                near = abs(incident.opened_step - change.step) <= LINK_STEPS
-                return incident if near else None
-        return None
+    def _causes(
+        self, change: Change, plans: Mapping[str, Plan], unix_offset_ns: int
+    ) -> list[Incident]:
+        named = None if change.incident is None else self.find(change.incident)
+        if named is not None and change.reason is not Reason.RANK_DIED:
+            return [named]
+        # Deaths may be seen one after the other: a change may answer more than its first.
+        return causes(change, self._all, plans, unix_offset_ns)
 
 
 def incident_id(job_id: str, finding: Finding, opened_unix_ns: int, count: int) -> str:

@@ -66,6 +66,7 @@ class Applier:
         self._under_way: dict[int, OpenCollectives] = {}
         self._started: dict[int, tuple[int, int]] = {}  # rank -> start of its ring, pid
         self._plan_ns = -1
+        self._world = 0  # ranks that may exist: a job may let in more than it began with
 
     def apply(self, header: RingHeader, batch: Batch) -> bool:
         """Apply one batch of one ring.
@@ -99,6 +100,10 @@ class Applier:
                 self._apply_one(state, record)
         return True
 
+    def close_changes(self) -> None:
+        """End the changes that no rank will end any more; call it when liveness is known."""
+        self._changes.close_abandoned(self._clock_ns())
+
     def _rank(self, header: RingHeader) -> RankState | None:
         """State of the rank behind a ring; a restarted rank starts anew."""
         rank, this = header.global_rank, (header.start_ns, header.pid)
@@ -109,9 +114,11 @@ class Applier:
             return None
         self._started[rank] = this
         self._under_way[rank] = OpenCollectives()
+        self._world = max(self._world, header.world_size, rank + 1)
         state = RankState(
             rank=rank,
             pid=header.pid,
+            pid_start_ticks=header.pid_start_ticks,
             world_size=header.world_size,
             start_ns=header.start_ns,
             start_unix_ns=header.start_unix_ns,
@@ -122,7 +129,7 @@ class Applier:
 
     def _apply_one(self, state: RankState, record: Record) -> None:
         handler = _HANDLERS.get(record.kind)
-        if handler is None or not fits(record, state.world_size):
+        if handler is None or not fits(record, self._world):
             self.job.bad_records += 1
             return
         try:
@@ -138,6 +145,11 @@ class Applier:
 
     def _step_begin(self, state: RankState, r: Record) -> None:
         state.step_open = r.a
+        if r.a <= state.step:  # the job went back to a checkpoint
+            self._fingerprints.go_back(r.a, state.epoch)
+            later = [d for d in self.job.divergences if d.step >= r.a and d.epoch < state.epoch]
+            for divergence in later:
+                self.job.divergences.remove(divergence)
 
     def _step_end(self, state: RankState, r: Record) -> None:
         state.step, state.step_open, state.is_saving = r.a, None, False
@@ -225,6 +237,7 @@ class Applier:
             rank=r.aux if r.aux >= 0 else None,
             tensor=self._tensor_name(r.b),
             unit=r.c,
+            epoch=state.epoch,
         )
         said = (event.step, event.replica, event.rank, event.tensor, event.unit)
         for d in self.job.divergences:
@@ -240,6 +253,11 @@ class Applier:
 
     def _change_begin(self, state: RankState, r: Record) -> None:
         self._changes.begin(state.rank, r)
+        # Also of a rank that is let in: it stands where the others stand.
+        state.step = r.a
+        under_way = self._under_way[state.rank]
+        under_way.drop_before(r.t_ns)
+        state.collective = under_way.oldest()
 
     def _change_phase(self, state: RankState, r: Record) -> None:
         self._changes.phase(state.rank, r)

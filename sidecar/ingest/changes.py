@@ -3,6 +3,9 @@
 The rings of a job are drained one after the other, so one rank's end of a change may be seen before
 another rank's begin. The result does not depend on that order: times are widened to the earliest
 begin and the latest end, totals are the largest reported, the worst status wins.
+
+A change that a death interrupts is ended by its survivors. Where none of those that began it is
+left to do so it is ended here, so that nothing stays running for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ from ntp_core.observe import ChangePhase, ChangeStatus, Reason
 from sidecar.ingest.state import MAX_CHANGES, Change, JobState, PhaseSpan
 from sidecar.wire.schema import Kind, Record, digest_from_int
 
-MAX_SPANS = 16384  # spans kept of one change: 8 phases on 2,048 ranks
+MAX_SPANS = 16384  # spans kept of one change: 9 phases on 2,048 ranks
+MAX_NAMED = 8  # ranks named in the reason of an end
+SETTLE_NS = 1_000_000_000
+"""Time without a word of a change that nobody is left to end, before it is ended here: the last
+records of its ranks may be on the way."""
 MAX_EARLY = 4096  # records kept that arrived before any rank's begin of their change
 
 
@@ -75,6 +82,38 @@ class ChangeBook:
         ChangeStatus(r.code)
         self._late(rank, r)
 
+    def close_abandoned(self, now_ns: int) -> None:
+        """End, as failed, each change of which every rank has died or gone on to something else."""
+        for reports in self._reports:
+            change = reports.change
+            if change.end_ns is not None:
+                continue
+            dead = sorted(g for g in reports.begun if self._is_gone(g, change))
+            heard_ns = self._last_word(reports, dead)
+            is_over = all(g in dead or self._has_gone_on(g, change) for g in reports.begun)
+            if is_over and now_ns - heard_ns >= SETTLE_NS:
+                change.end_ns, change.status = heard_ns, ChangeStatus.FAILED
+                change.error = _why(dead)
+
+    def _is_gone(self, rank: int, change: Change) -> bool:
+        """The process that was in it is dead, or another one has its place."""
+        state = self._job.ranks.get(rank)
+        return state is None or state.alive is False or state.start_ns > change.begin_ns
+
+    def _has_gone_on(self, rank: int, change: Change) -> bool:
+        plan = self._job.plan
+        if plan is not None and plan.epoch > change.epoch:
+            return True
+        return any(rank in r.begun and r.change.begin_ns > change.begin_ns for r in self._reports)
+
+    def _last_word(self, reports: _Reports, dead: list[int]) -> int:
+        """When the change was last heard of: by its own records, or by what its dead wrote last."""
+        change = reports.change
+        known = [change.begin_ns, *(s.end_ns for s in change.spans)]
+        states = [self._job.ranks[g] for g in dead if g in self._job.ranks]
+        known += [s.last_progress_ns for s in states if s.start_ns <= change.begin_ns]
+        return max(known)
+
     def _late(self, rank: int, r: Record) -> None:
         """A record that needs its change's begin; kept aside until that has come."""
         reports = self._of_rank(rank, r.aux)
@@ -128,8 +167,18 @@ def _add_end(reports: _Reports, rank: int, r: Record) -> None:
     reports.ended.add(rank)
     change = reports.change
     status = ChangeStatus(r.code)
+    if change.error:  # it was given up too early: a rank knows better
+        change.error, change.status, change.end_ns = "", None, None
     change.status = status if change.status is None else max(change.status, status)
     change.end_ns = r.t_ns if change.end_ns is None else max(change.end_ns, r.t_ns)
     change.bytes_moved = max(change.bytes_moved, r.a)
     change.bytes_lower_bound = max(change.bytes_lower_bound, r.b)
     change.units_verified = max(change.units_verified, r.c)
+
+
+def _why(dead: list[int]) -> str:
+    names = ", ".join(map(str, dead[:MAX_NAMED]))
+    more = f" and {len(dead) - MAX_NAMED} more" if len(dead) > MAX_NAMED else ""
+    if not dead:
+        return "given up by its ranks without a word; ended by the sidecar"
+    return f"rank{'s' if len(dead) > 1 else ''} {names}{more} died in it; ended by the sidecar"

@@ -11,6 +11,7 @@ from sidecar.wire.reader import Records
 from sidecar.wire.schema import Kind
 
 MAX_OPEN = 256  # collectives of one rank under way at once; older ones are given up
+GENERATION_SHIFT = 16
 MAX_OPS = 16  # `Op` has fewer; a larger code is damage
 
 _Key = tuple[int, int]
@@ -19,14 +20,27 @@ _Key = tuple[int, int]
 class OpenCollectives:
     """Collectives that one rank has entered and not left. Bounded by `MAX_OPEN`."""
 
-    __slots__ = ("_open",)
+    __slots__ = ("_generation", "_open")
 
     def __init__(self) -> None:
         self._open: dict[_Key, OpenCollective] = {}
+        self._generation = 0
 
     def clear(self) -> None:
         """Forget them: records were lost, the ends may be among them."""
         self._open.clear()
+
+    def drop_before(self, t_ns: int) -> None:
+        """Give up those entered earlier: the rank has left them without an end, as a peer died."""
+        for key in [k for k, c in self._open.items() if c.begin_ns < t_ns]:
+            del self._open[key]
+
+    def enter_generation(self, generation: int) -> None:
+        """The rank uses groups of this generation: it has left all of those before it."""
+        if generation > self._generation:
+            self._generation = generation
+            for key in [k for k in self._open if generation_of(k[0]) < generation]:
+                del self._open[key]
 
     def oldest(self) -> OpenCollective | None:
         """The one that the rank has been in longest."""
@@ -48,6 +62,11 @@ class OpenCollectives:
                 )
         while len(self._open) > MAX_OPEN:
             del self._open[next(iter(self._open))]
+
+
+def generation_of(group: int) -> int:
+    """Generation of a group of a job built on the engine (`ntp_core.runtime.comm`)."""
+    return group >> GENERATION_SHIFT
 
 
 def _all_closed(begins: Records, ends: Records) -> bool:
@@ -83,6 +102,8 @@ def apply_collectives(state: RankState, under_way: OpenCollectives, records: Rec
     if len(begins):
         state.collective_seq = int(begins["a"][-1])
     under_way.apply(begins, ends)
+    if state.epoch and len(begins):  # it has a plan, so its groups are numbered by the engine
+        under_way.enter_generation(generation_of(int(begins["aux"].max())))
     state.collective = under_way.oldest()
     return bad
 

@@ -53,6 +53,7 @@ class JobIngest:
             else:
                 self._rings.retire(drained.header)
         update_liveness(self.job, zip(headers, running, strict=True))
+        self._applier.close_changes()
         self._complete_exits(
             header for header, runs in zip(headers, running, strict=True) if not runs
         )

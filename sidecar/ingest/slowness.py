@@ -29,8 +29,9 @@ def slowness(job: JobState, window: int = 5) -> dict[int, float]:
         window: number of newest steps of each rank.
 
     Returns:
-        rank -> ratio. Ranks that are dead, whose share is unknown, zero or below
-        `MIN_SHARE_OF_MEAN` of the mean, or that have no step in their epoch are left out.
+        rank -> ratio. Ranks that are dead or have no place in the plan, whose share is unknown,
+        zero or below `MIN_SHARE_OF_MEAN` of the mean, or that have no step in their epoch are left
+        out.
     """
     costs = {r.rank: c for r in _comparable(job) if (c := _cost_ns(r, window)) is not None}
     norm = median_low(costs.values()) if costs else 0.0
@@ -41,7 +42,7 @@ def slowness(job: JobState, window: int = 5) -> dict[int, float]:
 
 def _comparable(job: JobState) -> list[RankState]:
     """Living ranks with a share large enough to judge."""
-    living = [r for r in job.ranks.values() if r.alive is not False and _is_known(r.work)]
+    living = [r for r in job.members if r.alive is not False and _is_known(r.work)]
     if not living:
         return []
     floor = MIN_SHARE_OF_MEAN * fmean(r.work or 0.0 for r in living)

@@ -95,6 +95,8 @@ class RankState:
     events_lost: int = 0
     probe_cost_ns: int = 0
     probe_cost_events: int = 0
+    pid_start_ticks: int = 0  # start time of its process; 0 when not known
+    killed_after_s: float | None = None  # the sidecar killed it when it had stood still for so long
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +108,15 @@ class PhaseSpan:
     begin_ns: int
     end_ns: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """The sidecar killed a rank that had stood still."""
+
+    rank: int
+    t_ns: int
+    stopped_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +138,8 @@ class Change:
     driver: int = 0
     trace_id: str | None = None  # 32 hex digits, given when the change is first seen
     incident: str | None = None  # the incident that asked for it
+    kills: list[Kill] = field(default_factory=list)  # by the sidecar, which it answers
+    error: str = ""  # why the sidecar ended it, when no rank did
     step_time_before_s: float | None = None
     step_time_after_s: float | None = None
     step_time_ideal_s: float | None = None
@@ -144,6 +157,7 @@ class Divergence:
     rank: int | None
     tensor: str
     unit: int
+    epoch: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,15 +188,47 @@ class JobState:
     identical_steps: int = 0  # checked steps at which all replicas were equal
     checked_steps: int = 0
     faults: deque[Fault] = field(default_factory=lambda: deque(maxlen=256))
+    kills: deque[Kill] = field(default_factory=lambda: deque(maxlen=256))
+    killed_total: int = 0
+    proposals_refused: int = 0  # set aside by the job, whoever left them
+    refusal: str = ""  # why, of the newest
     loss_first: float | None = None  # mean loss per token of the first step that was read
     bad_rings: int = 0
     bad_records: int = 0
+    _places: tuple[Plan | None, frozenset[int]] = (None, frozenset())
+
+    @property
+    def members(self) -> list[RankState]:
+        """Ranks that the job counts on: those with a place in the plan in force; before a plan is
+        known, all. Ranks that were left behind, stand by or ask to be let in are not among them."""
+        if self.plan is None:
+            return list(self.ranks.values())
+        return [self.ranks[g] for g in self.plan.ranks if g in self.ranks]
+
+    def counts_on(self, rank: int) -> bool:
+        """Whether the rank has a place in the plan in force; true while no plan is known."""
+        if self.plan is None:
+            return True
+        if self._places[0] is not self.plan:
+            self._places = self.plan, frozenset(self.plan.ranks)
+        return rank in self._places[1]
 
     @property
     def step(self) -> int:
-        """Newest step that every living rank has committed."""
-        living = [r.step for r in self.ranks.values() if r.alive is not False]
-        return min(living) if living else 0
+        """Newest step that every living member has committed; one that was let in just now and has
+        committed none does not count yet."""
+        living = [r.step for r in self.members if r.alive is not False]
+        return min((s for s in living if s), default=0)
+
+    @property
+    def lead(self) -> RankState | None:
+        """The rank that speaks for the job: of the members the furthest, then the lowest. All of
+        them report its loss; one that has gone tells what was, which a job may have gone back on.
+        """
+        known = [r for r in self.ranks.values() if r.loss is not None]
+        inside = [r for r in known if self.counts_on(r.rank)] or known
+        living = [r for r in inside if r.alive is not False] or inside
+        return max(living, key=lambda r: (r.step, -r.rank), default=None)
 
     @property
     def has_trained(self) -> bool:

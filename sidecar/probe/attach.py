@@ -188,7 +188,8 @@ def _job_id_from_env() -> str:
 def _place_from_env() -> tuple[int, int, int]:
     rank, world, local = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if rank.isdigit() and world.isdigit():
-        return int(rank), int(world), int(local) if local.isdigit() else -1
+        # An elastic job may let in ranks beyond those that it began with.
+        return int(rank), max(int(world), int(rank) + 1), int(local) if local.isdigit() else -1
     return 0, 1, 0
 
 

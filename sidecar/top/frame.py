@@ -31,6 +31,8 @@ _MARKS = {
     "stuck": ("■", "bold red"),
     "diverged": ("≠", "bold red"),
     "dead": ("✖", "bold red"),
+    "left": ("○", "bright_black"),
+    "standby": ("◌", "cyan"),
     "exited": ("○", "bright_black"),
     "info": ("i", "cyan"),
     "warning": ("▲", "yellow"),
@@ -89,6 +91,7 @@ def _head(snapshot: Json) -> Text:
     first = "" if job["loss_first"] is None else f" (from {number(job['loss_first'])})"
     world = "" if job["world_size"] is None else f" of {job['world_size']}"
     dead = f", {job['ranks_dead']} dead" if job["ranks_dead"] else ""
+    dead += f", {job['ranks_left']} left" if job["ranks_left"] else ""
     digest = f" ({job['plan_digest'][:8]})" if job["plan_digest"] else ""
     compared = job["replicas_checked_steps"]
     same = f"{job['replicas_identical_steps']} of {compared} steps" if compared else "not compared"

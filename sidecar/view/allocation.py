@@ -56,6 +56,7 @@ def _change_view(change: Change, unix_offset_ns: int) -> dict[str, Any]:
         "units_verified": change.units_verified,
         "trace_id": change.trace_id,
         "incident": change.incident,
+        "error": change.error or None,
         "judged": change.judged,
         "step_time_before_s": finite_or_none(change.step_time_before_s),
         "step_time_after_s": finite_or_none(change.step_time_after_s),

@@ -26,7 +26,7 @@ def job_view(
     """Step, loss, step times, counts and status of the job."""
     ranks = list(job.ranks.values())
     steps, step_times_s = _step_times(ranks)
-    lead = _lead(ranks)
+    lead = job.lead
     starts = [r.start_unix_ns for r in ranks if r.start_unix_ns]
     return {
         "job_id": job.job_id,
@@ -37,7 +37,10 @@ def job_view(
         "gradient_norm": finite_or_none(lead.grad_norm) if lead else None,
         "world_size": max((r.world_size for r in ranks), default=0) or None,
         "ranks_alive": sum(r.alive is True for r in ranks),
-        "ranks_dead": sum(is_dead(r) for r in ranks),
+        "ranks_dead": sum(is_dead(r) and job.counts_on(r.rank) for r in ranks),
+        "ranks_left": sum(is_dead(r) and not job.counts_on(r.rank) for r in ranks),
+        "proposals_refused": job.proposals_refused,
+        "refusal": job.refusal or None,
         "plan_epoch": job.plan.epoch if job.plan else None,
         "plan_digest": job.plan.digest if job.plan else None,
         "step_time_s": step_times_s[-1] if step_times_s else None,
@@ -49,7 +52,7 @@ def job_view(
         "status": _status(
             ranks, lead, incidents, now_ns - progress_limit_ns, has_trained=job.has_trained
         ),
-        "exit_status": _exit_status(ranks),
+        "exit_status": _exit_status(ranks, job.members),
     }
 
 
@@ -57,29 +60,24 @@ def _has_ended(ranks: list[RankState]) -> bool:
     return bool(ranks) and all(r.exited is not None or r.alive is False for r in ranks)
 
 
-def _exit_status(ranks: list[RankState]) -> int | None:
-    """The job's exit status by those of its ranks: the first that is not 0; None while one runs,
-    and where one left without telling."""
+def _exit_status(ranks: list[RankState], members: list[RankState]) -> int | None:
+    """The job's exit status by those of its members: the first that is not 0; None while a rank
+    runs, and where one left without telling. Whom the job went on without does not count."""
     if not _has_ended(ranks):
         return None
-    by_rank = [r.exited for r in sorted(ranks, key=lambda r: r.rank)]
+    by_rank = [r.exited for r in sorted(members or ranks, key=lambda r: r.rank)]
     failed = next((s for s in by_rank if s is not None and s > 0), None)
     return failed if failed is not None or any(s != 0 for s in by_rank) else 0
 
 
 def _step(job: JobState) -> int | None:
-    """The job's step; after the last rank has left, the furthest step it reached."""
+    """The job's step; after the last member has left, the furthest step they reached."""
     if not job.ranks:
         return None
-    if all(r.alive is False for r in job.ranks.values()):
-        return max(r.step for r in job.ranks.values())
+    members = job.members or list(job.ranks.values())
+    if all(r.alive is False for r in members):
+        return max(r.step for r in members)
     return job.step
-
-
-def _lead(ranks: list[RankState]) -> RankState | None:
-    """The rank that speaks for the job: the furthest, then the lowest. All report its loss."""
-    known = [r for r in ranks if r.loss is not None]
-    return max(known, key=lambda r: (r.step, -r.rank), default=None)
 
 
 def _loss_is_finite(lead: RankState | None) -> bool | None:
@@ -89,15 +87,16 @@ def _loss_is_finite(lead: RankState | None) -> bool | None:
 def _step_times(ranks: list[RankState]) -> tuple[list[int], list[float]]:
     """Steps and their times; a step takes as long as on its slowest rank.
 
-    A step that ran again after a failure counts with its last run on each rank.
+    A step that ran again after a failure counts with its last run on each rank, and under the
+    newest plan that it ran under.
     """
-    slowest: dict[int, int] = {}
+    slowest: dict[int, tuple[int, int]] = {}
     for rank in ranks:
-        for step, duration_ns in {s.step: s.duration_ns for s in rank.steps}.items():
-            if duration_ns > slowest.get(step, -1):
-                slowest[step] = duration_ns
+        for step, (epoch, ns) in {s.step: (s.epoch, s.duration_ns) for s in rank.steps}.items():
+            if (epoch, ns) > slowest.get(step, (-1, -1)):
+                slowest[step] = epoch, ns
     steps = sorted(slowest)[-STEPS_KEPT:]
-    return steps, [slowest[s] / 1e9 for s in steps]
+    return steps, [slowest[s][1] / 1e9 for s in steps]
 
 
 def _status(

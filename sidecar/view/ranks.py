@@ -33,7 +33,7 @@ def ranks_view(
         state = job.ranks[rank]
         row = _rank_view(state, job.plan, now_ns)
         row["slowness"] = finite_or_none(slow.get(rank))
-        row["health"] = _health(state, row["replica"], firing)
+        row["health"] = _health(state, row["replica"], firing, job.counts_on(rank))
         rows.append(row)
     return rows
 
@@ -43,12 +43,14 @@ def is_dead(rank: RankState) -> bool:
     return rank.alive is False and rank.exited is None
 
 
-def _health(rank: RankState, replica: int | None, firing: list[Incident]) -> str:
+def _health(rank: RankState, replica: int | None, firing: list[Incident], is_member: bool) -> str:
     """Health by the firing incidents that name the rank, or that name only its replica."""
     if is_dead(rank):
-        return "dead"
+        return "dead" if is_member else "left"
     if rank.exited is not None:
         return "exited"
+    if not is_member:
+        return "standby"
     checks = {
         i.finding.check
         for i in firing

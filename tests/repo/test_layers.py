@@ -25,7 +25,17 @@ STATE = (*FINDINGS, "sidecar.view*")
 """What exporters, notifiers and the page may know: findings and state, not each other."""
 
 JUDGES = tuple(
-    f"sidecar.{name}" for name in ("advice", "judge", "proposals", "refusals", "report", "watch")
+    f"sidecar.{name}"
+    for name in (
+        "advice",
+        "judge",
+        "proposals",
+        "refusals",
+        "report",
+        "returns",
+        "stops",
+        "watch",
+    )
 )
 """What a tick does with findings: knows neither how they are shown nor how they are sent."""
 
@@ -115,7 +125,12 @@ TABLE = (
         "starlette uvicorn anyio",
     ),
     # What surrounds a tick.
-    row(" ".join(JUDGES), (*SETTINGS, *STATE, *JUDGES, "sidecar.wire.rundir", *PURE), "", NETWORK),
+    row(
+        " ".join(JUDGES),
+        (*SETTINGS, *STATE, *JUDGES, "sidecar.wire.rundir", "sidecar.wire.process", *PURE),
+        "",
+        NETWORK,
+    ),
     row("sidecar.launch sidecar.published sidecar.usage", SETTINGS, "psutil", NETWORK),
     row(
         "sidecar.announce",

@@ -250,7 +250,8 @@ def test_status_lines_name_what_is_wrong() -> None:
         "job": {
             "job_id": "j", "status": "degraded", "step": 41, "loss": 2.31, "step_time_s": 0.31,
             "loss_is_finite": True, "exit_status": None,
-            "ranks_alive": 5, "ranks_dead": 0, "plan_epoch": None,
+            "ranks_alive": 5, "ranks_dead": 0, "ranks_left": 1,
+            "proposals_refused": 2, "refusal": "names ranks", "plan_epoch": None,
         },
         "ranks": [
             {"rank": 0, "health": "ok", "step": 41, "slowness": 1.0},
@@ -264,7 +265,8 @@ def test_status_lines_name_what_is_wrong() -> None:
         ],
     }  # fmt: skip
     text = "\n".join(status_lines(status))
-    assert "plan epoch unknown" in text
+    assert "ranks: 5 alive, 0 dead, 1 left; plan epoch unknown" in text
+    assert "proposals refused by the job: 2, newest: names ranks" in text
     assert "rank 1: slow, step 41, slowness 3.1" in text
     assert "rank 0" not in text
     assert "warning: Rank 1. (inc-1, r.md)" in text

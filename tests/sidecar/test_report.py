@@ -27,6 +27,7 @@ KEYS = {
     "change": {
         "reason", "epoch", "from", "to", "bytes_moved", "bytes_lower_bound", "verified",
         "seconds", "step_time_before_s", "step_time_after_s", "step_time_ideal_s", "trace_id",
+        "status", "error",
     },
     "incident": {
         "id", "check", "rank", "replica", "tensor", "opened_step", "injected_step",

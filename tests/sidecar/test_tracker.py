@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ from sidecar.checks.finding import Finding, Severity
 from sidecar.incidents.incident import IncidentState
 from sidecar.incidents.tracker import MAX_INCIDENTS, IncidentTracker, Policy, Transition
 from sidecar.ingest.state import Change
-from tests.support.clock import FakeClock
+from tests.support.clock import UNIX_OFFSET_NS, FakeClock
 
 POLICIES = {
     "slow_rank": Policy(confirm=3, clear_s=2.0),
@@ -141,7 +143,9 @@ def test_tracker_ids_differ_between_sidecars_of_one_job() -> None:
     assert one.tracker.incidents[0].id != two.tracker.incidents[0].id
 
 
-def change(epoch: int, reason: Reason, step: int, incident: str | None = None) -> Change:
+def change(
+    epoch: int, reason: Reason, step: int, incident: str | None = None, at_ns: int = 1
+) -> Change:
     """A change with the least in it."""
     return Change(
         epoch=epoch,
@@ -149,7 +153,7 @@ def change(epoch: int, reason: Reason, step: int, incident: str | None = None) -
         step=step,
         old_digest="a" * 16,
         new_digest="b" * 16,
-        begin_ns=1,
+        begin_ns=at_ns,
         trace_id=f"{epoch:032x}",
         incident=incident,
     )
@@ -165,13 +169,16 @@ def test_tracker_links_the_change_that_names_its_incident() -> None:
     assert incident.trace_ids == [f"{4:032x}"]
 
 
-def test_tracker_links_a_recovery_to_the_death_near_it() -> None:
-    """The job recovers by itself: reason and step tell which incident it answers."""
+def test_tracker_links_a_recovery_to_the_death_before_it() -> None:
+    """The job recovers by itself: reason and time tell which incident it answers."""
     h = Harness()
-    h.tick(finding("dead_rank", "rank 3", step=7))
-    near, far = change(2, Reason.RANK_DIED, 8), change(3, Reason.RANK_DIED, 700)
-    h.tracker.link([near, far])
-    h.tracker.link([near, far])
+    h.tick(replace(finding("dead_rank", "rank 3", step=7), rank=3))
+    near = change(2, Reason.RANK_DIED, 8, at_ns=h.clock.now_ns)
+    h.ticks(20)
+    h.clock.advance(10)
+    far = change(3, Reason.RANK_DIED, 700, at_ns=h.clock.now_ns)
+    for _ in range(2):
+        h.tracker.link([near, far], unix_offset_ns=UNIX_OFFSET_NS)
     assert h.tracker.incidents[0].change_epochs == [2]
     assert near.incident == h.tracker.incidents[0].id
     assert far.incident is None

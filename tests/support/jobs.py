@@ -23,13 +23,20 @@ MODEL = ModelUnits(
 )
 
 
-def plan_of(shares: Sequence[Sequence[int]], epoch: int = 1, batch: int = 4) -> Plan:
-    """A plan with one replica for each row of MLP shares, ranks numbered through."""
+def plan_of(
+    shares: Sequence[Sequence[int]],
+    epoch: int = 1,
+    batch: int = 4,
+    ranks: Sequence[int] | None = None,
+) -> Plan:
+    """A plan with one replica for each row of MLP shares; its ranks are those given, in order, else
+    numbered through."""
+    names = range(sum(map(len, shares))) if ranks is None else ranks
     replicas, first = [], 0
     for row in shares:
-        ranks = tuple(range(first, first + len(row)))
         layouts = {UnitKind.MLP: Layout.contiguous(row)}
-        replicas.append(ReplicaPlan(ranks=ranks, layouts=layouts, batch=batch))
+        own = tuple(names[first : first + len(row)])
+        replicas.append(ReplicaPlan(ranks=own, layouts=layouts, batch=batch))
         first += len(row)
     return Plan.build({UnitKind.MLP: sum(shares[0])}, replicas, epoch=epoch)
 

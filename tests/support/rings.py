@@ -28,9 +28,11 @@ def ring_in(run_dir: Path, rank: int = 0, capacity: int = 64, pid: int | None = 
     return RingWriter.create(run_dir / ring_name(rank, header.pid), header)
 
 
-def observer_in(run_dir: Path, rank: int = 0, capacity: int = 1024) -> ProbeObserver:
+def observer_in(
+    run_dir: Path, rank: int = 0, capacity: int = 1024, pid: int | None = None
+) -> ProbeObserver:
     """A probe that writes into a run directory."""
-    return ProbeObserver(ring_in(run_dir, rank, capacity))
+    return ProbeObserver(ring_in(run_dir, rank, capacity, pid))
 
 
 def run_dir_in(tmp_path: Path) -> Path:

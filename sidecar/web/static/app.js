@@ -83,7 +83,8 @@ function renderHeader({ job }) {
 function figures(job) {
   const isBroken = job.loss_is_finite === false;
   const first = job.loss_first === null ? "" : `from ${format.decimal(job.loss_first)}`;
-  const dead = job.ranks_dead ? `${job.ranks_dead} dead` : "none dead";
+  const left = job.ranks_left ? `, ${job.ranks_left} left` : "";
+  const dead = `${job.ranks_dead || "none"} dead${left}`;
   const size = job.world_size === null ? "" : ` of ${job.world_size}`;
   const different = job.replicas_checked_steps - job.replicas_identical_steps;
   return [

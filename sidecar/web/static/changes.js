@@ -92,7 +92,8 @@ function facts(change) {
   if (change.step_time_before_s !== null || change.judged !== null) {
     list.push({ name: "Step time", value: judgedText(change) });
   }
-  if (change.incident !== null) list.push({ name: "Asked by", value: change.incident });
+  if (change.error !== null) list.push({ name: "Error", value: change.error });
+  if (change.incident !== null) list.push({ name: "Incident", value: change.incident });
   if (change.trace_id !== null) list.push({ name: "Trace", value: change.trace_id });
   return list;
 }

@@ -118,6 +118,8 @@ export const HEALTH = {
   stuck: ["critical", "\u25a0", "stuck"],
   diverged: ["critical", "\u2260", "diverged"],
   dead: ["critical", "\u2716", "dead"],
+  left: ["unknown", "\u25cb", "left"],
+  standby: ["info", "\u25cc", "standing by"],
   exited: ["unknown", "\u25cb", "exited"],
   unknown: ["unknown", "?", "unknown"],
 };

@@ -111,7 +111,7 @@ function createTile(rank) {
 function updateTile(node, rank) {
   const badge = format.HEALTH[rank.health];
   node.dataset.tone = badge[0];
-  node.dataset.calm = String(["ok", "exited", "unknown"].includes(rank.health));
+  node.dataset.calm = String(["ok", "left", "standby", "exited", "unknown"].includes(rank.health));
   node.title = `rank ${rank.rank}, process ${rank.pid}, step ${rank.step}`;
   setBadge(node.querySelector(".badge"), badge);
   setText(node.querySelector(".slowness-value"), format.ratio(rank.slowness));
