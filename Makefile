@@ -32,8 +32,14 @@ servers:
 demo: $(DEMO)
 	$(BIN)/ntp-sidecar demo $(DEMO_ARGS)
 
+# Tests of whole processes mostly wait, all others compute: side by side they share two cores well.
 test: install servers lint
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	@mkdir -p build
+	@$(BIN)/python -m pytest tests/core tests/repo tests/sidecar $(TEST_ARGS) > build/tests.log 2>&1 & \
+	others=$$!; \
+	$(BIN)/python -m pytest tests/process $(TEST_ARGS); first=$$?; \
+	wait $$others; second=$$?; cat build/tests.log; \
+	if [ $$first -ne 0 ]; then exit $$first; fi; exit $$second
 
 lint: install
 	$(BIN)/ruff check .

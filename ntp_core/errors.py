@@ -9,6 +9,7 @@
         |-- RanksDisagree                ranks stand at different steps or plans
         |-- PeerLost                     a rank is gone, or others say so: regroup without it
         |-- Fenced                       the others went on without this rank
+        |-- StoreLost                    the store on which ranks meet is gone
         |-- StateLost                    no living rank holds a part of the state any more
         |-- DivergenceUnresolved         replicas differ and nothing tells which one is right
         `-- CheckpointError              a checkpoint cannot be written, or is not what was saved
@@ -53,6 +54,10 @@ class PeerLost(JobFault):
 
 class Fenced(JobFault):
     """The others have gone on without this rank; what it holds is old. It may join again."""
+
+
+class StoreLost(JobFault):
+    """The store on which ranks meet does not answer any more; nobody can regroup."""
 
 
 class StateLost(JobFault):

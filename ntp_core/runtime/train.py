@@ -1,8 +1,10 @@
 """One rank of a training job as a program: `python -m ntp_core.runtime.train --config job.json`.
 
 Start it under any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or
-`ntp_core.runtime.launch`). Two more variables are honoured:
+`ntp_core.runtime.launch`), under Slurm or by hand: docs/launch.md. More variables are honoured:
 
+    NTP_RANK, NTP_WORLD_SIZE, NTP_STORE
+                   the rank's place and the store on which ranks meet, above all others
     NTP_OBSERVER   "module:function" that returns an `ntp_core.observe.Observer`
     NTP_INBOX      folder in which proposals and the wish to stop are left for the job
 """
@@ -31,9 +33,10 @@ from ntp_core.runtime.comm import Comm
 from ntp_core.runtime.data import ByteText, standard_library_text
 from ntp_core.runtime.elastic.loop import ElasticOptions, ElasticRank
 from ntp_core.runtime.elastic.membership import Membership, Patience
-from ntp_core.runtime.elastic.store import store_outside
+from ntp_core.runtime.elastic.store import loss_told, store_outside
 from ntp_core.runtime.faults import Faults
 from ntp_core.runtime.inbox import NEWCOMERS, Inbox
+from ntp_core.runtime.launchers.place import Place
 from ntp_core.runtime.trainer import Trainer
 
 NUM_BYTES = 256
@@ -58,7 +61,8 @@ def load_observer(name: str | None) -> Observer:
 
 def run_rank(config: JobConfig, losses: Path | None = None) -> None:
     """Train as the rank that the environment names, to the end."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    place = Place.of(os.environ)
+    rank, world_size = place.rank, place.world_size
     if config.train.model.vocab < NUM_BYTES:
         raise InvalidInput(
             f"vocab = {config.train.model.vocab}: the text's tokens are bytes; give at least 256"
@@ -68,6 +72,9 @@ def run_rank(config: JobConfig, losses: Path | None = None) -> None:
             f"the plan places ranks {list(config.plan.ranks)}, WORLD_SIZE is {world_size}; "
             "start as many ranks as the plan places"
         )
+    if config.elastic is None and rank >= world_size:
+        raise InvalidInput(f"rank {rank} of {world_size}: give each rank its own number below")
+    os.environ.update(place.variables())  # for observers, and for torch's own rendezvous
     torch.set_num_threads(1)
     text = ByteText(standard_library_text(), config.train.seq, config.train.seed)
     observer = load_observer(os.environ.get("NTP_OBSERVER"))
@@ -80,7 +87,8 @@ def run_rank(config: JobConfig, losses: Path | None = None) -> None:
     else:
         comm = Comm(0, 1, observer)
         if world_size > 1:
-            comm = Comm.connect(rank, world_size, observer)
+            store = store_outside(os.environ) if os.environ.get("NTP_STORE") else None
+            comm = Comm.connect(rank, world_size, observer, store=store)
         act = partial(rigid_losses, config)
     try:
         kept = act(comm, text, faults, Inbox(inbox))
@@ -137,7 +145,8 @@ def elastic_losses(
         make,
         ElasticOptions(policy=RegroupPolicy(least_part=elastic.least_part)),
     )
-    return rank.run()
+    with loss_told(os.environ):
+        return rank.run()
 
 
 def shared_work(config: JobConfig, comm: Comm) -> Work:

@@ -28,6 +28,7 @@ class ReceivedSpan:
     attributes: dict[str, Any]
     status: str
     resource: dict[str, Any]
+    events: tuple[str, ...]
 
 
 class OtlpReceiver:
@@ -122,6 +123,7 @@ def _span(span: Any, resource: Any) -> ReceivedSpan:
         attributes=_attributes(span.attributes),
         status={0: "unset", 1: "ok", 2: "error"}[span.status.code],
         resource=_attributes(resource.attributes),
+        events=tuple(e.name for e in span.events),
     )
 
 

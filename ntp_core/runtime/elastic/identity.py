@@ -35,7 +35,11 @@ class Identity:
     @classmethod
     def of_this_process(cls) -> Identity:
         """Ours."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Identity:
+        """A process of this host that has not been waited for yet."""
         fields = _stat(pid)
         return cls(_host(), pid, fields[_START] if fields else "")
 
