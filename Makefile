@@ -32,14 +32,8 @@ servers:
 demo: $(DEMO)
 	$(BIN)/ntp-sidecar demo $(DEMO_ARGS)
 
-# Tests of whole processes mostly wait, all others compute: side by side they share two cores well.
 test: install servers lint
-	@mkdir -p build
-	@$(BIN)/python -m pytest tests/core tests/repo tests/sidecar $(TEST_ARGS) > build/tests.log 2>&1 & \
-	others=$$!; \
-	$(BIN)/python -m pytest tests/process $(TEST_ARGS); first=$$?; \
-	wait $$others; second=$$?; cat build/tests.log; \
-	if [ $$first -ne 0 ]; then exit $$first; fi; exit $$second
+	$(BIN)/python tests/support/run_lanes.py $(TEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .
