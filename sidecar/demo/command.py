@@ -104,8 +104,8 @@ def _broken(error: StoryBroken) -> Text:
 def _keep(console: Console, stage: Stage) -> None:
     url, logs = stage.url, stage.work_dir
     what = f"The page and the metrics stay: {url}  {url}/metrics" if stage.has_page else "No page"
-    console.print(f"{what}; logs in {logs}   Ctrl-C ends.", markup=False)
-    try:
+    try:  # from before it says so: whoever reads it may be quick
+        console.print(f"{what}; logs in {logs}   Ctrl-C ends.", markup=False)
         signal.pause()
     except KeyboardInterrupt:
         console.print("ended")
