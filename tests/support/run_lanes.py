@@ -11,15 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-WITHOUT_RANKS = [
-    f"tests/process/test_{name}.py"
-    for name in ("daemon", "page", "prometheus_chain", "run", "unmodified_job", "webhook_outage")
-]
-"""Tests of processes that compute little: with the others the lanes end at about the same time."""
-LANES = (
-    ["tests/process", *(f"--ignore={path}" for path in WITHOUT_RANKS)],
-    ["tests/core", "tests/repo", "tests/sidecar", *WITHOUT_RANKS],
-)
+LANES = (["tests/process"], ["tests/core", "tests/repo", "tests/sidecar"])
 
 
 def main() -> int:
