@@ -29,10 +29,8 @@ from ntp_core.proposal import FILE_NAME, Proposal
 from ntp_core.runtime.launch import LocalRanks
 from ntp_core.units import UnitKind
 from sidecar.daemon import read_address
-from sidecar.demo.duty import DutyCycle
 from sidecar.demo.stage import ENGINE_OBSERVER
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.starved import skip_when_starved
 
 DEGREES = (3, 2)
 WAIT_S = 60.0
@@ -314,30 +312,3 @@ def test_stopped_rank_is_killed_when_that_was_asked_for(watched: Watched) -> Non
     assert 'nutp_ranks_killed_total{nutp_job="run"} 1.0' in watched.text("/metrics")
     watched.traces.wait_for(lambda told: "nutp.rank.killed" in {e for s in told for e in s.events})
     watched.wait_for_steps(5)
-
-
-@pytest.mark.parametrize(
-    "watched",
-    # Where five ranks share two cores, a step is mostly waiting, and gains are small.
-    [(HEAVY, ("--autopilot", "act", "--proposal-cooldown-s", "1", "--proposal-min-gain", "0.005"))],
-    indirect=True,
-)
-def test_slowed_rank_of_a_job_with_gaps_is_relieved_and_gets_its_shares_back(
-    watched: Watched,
-) -> None:
-    """A rank has died, another is slowed for real and then let go: shares go, and come back."""
-    os.kill(watched.ranks.pids[0], signal.SIGKILL)
-    died = watched.change("rank_died", "committed")
-    pids = dict(enumerate(watched.ranks.pids))
-    del pids[0]
-    with skip_when_starved(pids):
-        with DutyCycle(pids[2], SLOW_FACTOR):
-            slow = watched.change("rank_slow", "committed", died["epoch"])
-        spared = watched.mlp_share(2)
-        # What it was relieved of may first show as a rank that has too much: then that is told.
-        watched.wait("shares back", lambda: watched.mlp_share(2) > max(0.3, spared))
-    done = [c for c in watched.get("changes") if c["epoch"] > died["epoch"]]
-    assert {c["reason"] for c in done} <= {"rank_slow", "rank_returned", "no_gain"}
-    assert {c["status"] for c in done} == {"committed"}
-    assert slow["incident"] is not None
-    assert {g for r in watched.get("plan")["replicas"] for g in r["ranks"]} == {1, 2, 3, 4}
